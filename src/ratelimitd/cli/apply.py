@@ -21,9 +21,9 @@ from ratelimitd.cli.client_options import (
     EXIT_CHANGES,
     CliError,
     Target,
-    UsageError,
     asks_node,
     demand,
+    naming,
     read_file,
     refusal,
     refusing,
@@ -53,9 +53,9 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 def draft_of(rule: pb.RateLimit) -> RuleDraft:
     """Return the stored rule as a file represents it."""
     # Takes 40 ms to import; a node reads a rule the same way.
-    from ratelimitd.services import convert_rules, wire  # noqa: PLC0415
+    from ratelimitd.services.convert_rules import message_draft  # noqa: PLC0415
 
-    return convert_rules.draft_of(wire.parse_rule(rule.SerializeToString()))
+    return message_draft(rule)
 
 
 _IN_FILE: Final = re.compile(r"rate_limits\b(?:\[(\d{1,6})\])?")
@@ -87,7 +87,6 @@ RevisionOption = Annotated[
         min=0,
         metavar="N",
         help="Refuse if a rule was changed after this revision, as `rules diff` shows it.",
-        show_default=False,
     ),
 ]
 
@@ -363,15 +362,10 @@ def _name(rule: RuleDraft) -> str:
 
 
 def values_text(rule: RuleDraft) -> str:
-    """Return the limits of a rule, and whether it is disabled, in one line."""
-    state = "" if rule.enabled else ", disabled"
-    return f"{limits_text(rule)}{state}"
-
-
-def limits_text(rule: RuleDraft) -> str:
-    """Return the limits of a rule in one line, with their names if there are several."""
+    """Return the limits of a rule, with their names if there are several, and whether it is disabled, in one line."""
     plans = "".join(f"; plan {plan.name}: {_list_text(plan.limits)}" for plan in rule.plans)
-    return _own_text(rule) + plans
+    state = "" if rule.enabled else ", disabled"
+    return f"{_own_text(rule)}{plans}{state}"
 
 
 def _own_text(rule: RuleDraft) -> str:
@@ -438,11 +432,8 @@ def import_envoy(
       ratelimitd rules import-envoy config.yaml > rules.yaml
       ratelimitd rules apply -f rules.yaml --dry-run
     """
-    try:
+    with naming("--identifiers "):
         pairs = [pair.rpartition("=") for pair in identifier_keys(identifiers)]
-    except ValueError as error:
-        message = f"--identifiers {error}"
-        raise UsageError(message) from None
     try:
         imported = import_config(
             read_file(file, MAX_ENVOY_BYTES), {key: kind for key, _, kind in pairs}

@@ -28,7 +28,7 @@ from ratelimitd.cli.client_options import (
 from ratelimitd.cli.output import Output, counted, duration
 from ratelimitd.cli.picture import panel_from_zero, svg, write_picture
 from ratelimitd.errors import TraceInvalidError, printable
-from ratelimitd.model import US_PER_S, Enforcement, Rule
+from ratelimitd.model import DEFAULT_LIMIT, US_PER_S, Enforcement, Rule
 from ratelimitd.rules.rules_file import MAX_FILE_BYTES, parse_rules
 from ratelimitd.rules.validation import validated
 
@@ -55,9 +55,7 @@ def backtest(
     ] = Retries.NONE,
     picture: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Draw denials over time into this SVG file.", show_default=False
-        ),
+        typer.Option(metavar="FILE", help="Draw denials over time into this SVG file."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one object.")] = False,
 ) -> None:
@@ -177,11 +175,9 @@ def _summary(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _limit_row(one: OfLimit) -> tuple[object, ...]:
-    name = (
-        f"{one.limit.limit}"
-        if one.limit.name == "default"
-        else f"{one.limit.limit} ({one.limit.name})"
-    )
+    name = str(one.limit.limit)
+    if one.limit.name != DEFAULT_LIMIT:
+        name += f" ({one.limit.name})"
     if one.plan:
         name += f", plan {one.plan}"
     if one.limit.enforcement is Enforcement.OBSERVE:

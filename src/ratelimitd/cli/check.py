@@ -71,7 +71,6 @@ TypeArgument = Annotated[
         metavar="TYPE",
         help="Identifier type: user, ip, api_key or one of the node's IDENTIFIER_TYPES.",
         autocompletion=lambda: [*IdentifierType],
-        show_default=False,
     ),
 ]
 AlsoOption = Annotated[
@@ -80,9 +79,7 @@ AlsoOption = Annotated[
 ]
 IdentifierArgument = Annotated[
     str,
-    typer.Argument(
-        metavar="IDENTIFIER", help="The user id, IP address or API key.", show_default=False
-    ),
+    typer.Argument(metavar="IDENTIFIER", help="The user id, IP address or API key."),
 ]
 MaxWaitOption = Annotated[
     int,
@@ -96,7 +93,7 @@ MaxWaitOption = Annotated[
 CostOption = Annotated[int, typer.Option(callback=int32, metavar="N", help="Tokens to ask for.")]
 EndpointArgument = Annotated[
     str,
-    typer.Argument(metavar="ENDPOINT", help="The endpoint, as in the rules.", show_default=False),
+    typer.Argument(metavar="ENDPOINT", help="The endpoint, as in the rules."),
 ]
 
 

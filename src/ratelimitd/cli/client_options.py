@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -94,6 +94,16 @@ def demand(condition: object, message: str, error: type[CliError] = UsageError) 
         raise error(message)
 
 
+@contextmanager
+def naming(option: str) -> Iterator[None]:
+    """Convert a ``ValueError`` in a ``with`` block to a ``UsageError`` whose text begins with ``option``."""
+    try:
+        yield
+    except ValueError as error:
+        message = f"{option}{error}"
+        raise UsageError(message) from None
+
+
 def rpc_failure(error: grpc.RpcError, target: Target) -> CliError:
     """Convert the error of a call to an error of the command.
 
@@ -141,13 +151,9 @@ def _tls_hint(tls: Tls | None) -> str:
 
 def _status(error: grpc.RpcError) -> status_pb2.Status:
     """Return the ``google.rpc.Status`` of the trailers, empty without one."""
-    trailers = error.trailing_metadata() or ()
-    for item in trailers:
-        if item.key == _DETAILS_KEY:
-            try:
-                return status_pb2.Status.FromString(item.value)
-            except DecodeError:
-                break
+    trailers: dict[str, bytes] = dict(error.trailing_metadata() or ())  # type: ignore[arg-type]
+    with suppress(DecodeError):
+        return status_pb2.Status.FromString(trailers.get(_DETAILS_KEY, b""))
     return status_pb2.Status()
 
 
@@ -186,12 +192,10 @@ class Target:
         """Open a client for a ``with`` block; errors of its calls leave the block as ``CliError``."""
         from ratelimitd_client import NodeClient  # noqa: PLC0415
 
-        try:
+        with naming(""):
             client = NodeClient(
                 self.address, tls=self.tls, token=self.token, timeout_s=self.timeout_s
             )
-        except ValueError as error:
-            raise UsageError(str(error)) from None
         with client, self.explained():
             yield client
 
@@ -274,11 +278,8 @@ def connection_options(
 
         files = {"ca": ca, "cert": cert, "key": key}
         parts = {name: _read(f"--{name}", file) for name, file in files.items() if file is not None}
-        try:
+        with naming("--"):
             tls = Tls(**parts)
-        except ValueError as error:
-            message = f"--{error}"
-            raise UsageError(message) from None
     why_no_token = ""
     if token is None:
         target, token, why_no_token = find_admin_token(target, os.environ, tls=tls is not None)

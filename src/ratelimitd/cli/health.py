@@ -65,7 +65,7 @@ def metrics(
     *,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Only these metrics.", show_default=False),
+        typer.Argument(metavar="[NAME]...", help="Only these metrics."),
     ] = None,
 ) -> None:
     """Show the metrics of a node.

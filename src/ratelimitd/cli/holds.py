@@ -27,7 +27,7 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 HoldArgument = Annotated[
     str,
-    typer.Argument(metavar="HOLD", help="The text that `hold` printed.", show_default=False),
+    typer.Argument(metavar="HOLD", help="The text that `hold` printed."),
 ]
 TtlOption = Annotated[
     int,
@@ -50,7 +50,6 @@ def hold(
         typer.Option(
             metavar="ID",
             help="ID of the hold, for safe retries; default: a new one.",
-            show_default=False,
         ),
     ] = "",
 ) -> None:
@@ -88,7 +87,6 @@ def settle(
             callback=int32,
             metavar="ACTUAL",
             help="Tokens that the request has cost; 0 refunds all.",
-            show_default=False,
         ),
     ],
 ) -> None:

@@ -70,7 +70,7 @@ def _options(spec: SettingSpec) -> Iterator[inspect.Parameter]:
     if spec.secret:
         named.append((file_of(spec.name), "FILE", f"file that holds {spec.name}"))
     for name, metavar, text in named:
-        option = typer.Option(flag_of(name), metavar=metavar, help=text, show_default=False)
+        option = typer.Option(flag_of(name), metavar=metavar, help=text)
         annotation, kind = Annotated[str | None, option], inspect.Parameter.KEYWORD_ONLY
         yield inspect.Parameter(name.lower(), kind, default=None, annotation=annotation)
 

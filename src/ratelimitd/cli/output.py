@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, TextIO, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
@@ -34,34 +34,21 @@ _STYLES: Final = {"good": "32", "bad": "31", "warn": "33", "head": "1"}
 
 
 class Output:
-    """The output stream of a command, and its format.
+    """The output of a command on stdout; ``as_json``: JSON instead of text."""
 
-    Args:
-        as_json: JSON instead of text.
-        stream: ``sys.stdout`` by default.
-        environ: read for NO_COLOR and TERM.
-    """
-
-    def __init__(
-        self,
-        *,
-        as_json: bool = False,
-        stream: TextIO | None = None,
-        environ: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, *, as_json: bool = False) -> None:
         self.as_json = as_json
-        self._stream = stream or sys.stdout
-        environ = os.environ if environ is None else environ
-        self._tty = self._stream.isatty()
+        self._tty = sys.stdout.isatty()
+        environ = os.environ
         self._colour = self._tty and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
     def line(self, text: str = "") -> None:
         """Print one line."""
-        print(text, file=self._stream)
+        print(text)
 
     def flush(self) -> None:
         """Flush, also if a program reads the output."""
-        self._stream.flush()
+        sys.stdout.flush()
 
     def styled(self, text: str, style: str) -> str:
         """Return ``text`` in one of these styles if the terminal supports it."""
@@ -88,7 +75,7 @@ class Output:
         try:
             for value in values:
                 text = json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n  ")
-                self._stream.write(f"{lead}\n  {text}")
+                sys.stdout.write(f"{lead}\n  {text}")
                 lead = ","
         finally:
             self.line("[]" if lead == "[" else "\n]")

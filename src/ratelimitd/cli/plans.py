@@ -17,7 +17,7 @@ import grpc
 import typer
 
 from ratelimitd.cli.check import IdentifierArgument, TypeArgument, instant
-from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node, demand, readable
+from ratelimitd.cli.client_options import CliError, Target, asks_node, demand, naming, readable
 from ratelimitd.cli.options import group
 from ratelimitd.cli.output import as_dict, progress
 from ratelimitd.cli.rules import EtagOption
@@ -33,9 +33,7 @@ COLUMNS: Final = ("identifier_type", "identifier", "plan", "expire_time", "note"
 BATCH: Final = 1_000
 """Assignments, or rules, per call; a node accepts no more."""
 
-PlanArgument = Annotated[
-    str, typer.Argument(metavar="PLAN", help="Name of the plan.", show_default=False)
-]
+PlanArgument = Annotated[str, typer.Argument(metavar="PLAN", help="Name of the plan.")]
 
 
 @asks_node
@@ -61,11 +59,8 @@ def assign(
       ratelimitd plans assign user alice pro --expires 30d --note 'trial'
       ratelimitd plans assign ip 192.0.2.1 blocked
     """
-    try:
+    with naming("--expires "):
         expire_time = expire_time_of(expires, time.time())
-    except ValueError as error:
-        message = f"--expires {error}"
-        raise UsageError(message) from None
     wanted = pb.Assignment(
         identity=pb.Identity(identifier_type=identifier_type, identifier=identifier),
         plan=plan,
@@ -166,9 +161,7 @@ def import_file(
     *,
     file: Annotated[
         Path,
-        typer.Argument(
-            metavar="FILE", help=f"CSV with the header {','.join(COLUMNS)}.", show_default=False
-        ),
+        typer.Argument(metavar="FILE", help=f"CSV with the header {','.join(COLUMNS)}."),
     ],
 ) -> None:
     """Assign every identity of a CSV file. Nothing is assigned if any row is wrong; all wrong rows are named.

@@ -17,7 +17,6 @@ from ratelimitd.cli.apply import (
     draft_of,
     export,
     import_envoy,
-    limits_text,
     revert,
     revision_of,
     revision_text,
@@ -27,7 +26,7 @@ from ratelimitd.cli.apply import (
     warn_of_patterns,
 )
 from ratelimitd.cli.check import int32
-from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node, demand
+from ratelimitd.cli.client_options import CliError, Target, UsageError, asks_node, demand, naming
 from ratelimitd.cli.options import group
 from ratelimitd.cli.output import as_dict
 from ratelimitd.model import Algorithm, IdentifierType, Period
@@ -40,9 +39,7 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 RuleArgument = Annotated[
     str,
-    typer.Argument(
-        metavar="ID|ENDPOINT", help="Id of the rule, or its endpoint.", show_default=False
-    ),
+    typer.Argument(metavar="ID|ENDPOINT", help="Id of the rule, or its endpoint."),
 ]
 OfTypeArgument = Annotated[
     str, typer.Argument(metavar="TYPE", help="With an endpoint: the rule's identifier type.")
@@ -50,11 +47,9 @@ OfTypeArgument = Annotated[
 EtagOption = Annotated[
     str, typer.Option(metavar="ETAG", help="Refuse if the etag is no longer this one.")
 ]
-LimitOption = typer.Option(
-    callback=int32, metavar="N", help="Tokens per window, at least 1.", show_default=False
-)
+LimitOption = typer.Option(callback=int32, metavar="N", help="Tokens per window, at least 1.")
 WindowOption = typer.Option(
-    callback=int32, metavar="N", help="Length of the window in s, at least 1.", show_default=False
+    callback=int32, metavar="N", help="Length of the window in s, at least 1."
 )
 ALGORITHM_HELP: Final = (
     "How to count: token_bucket takes a burst of N and then N in each window, sliding_window never more than N in any"
@@ -63,7 +58,6 @@ ALGORITHM_HELP: Final = (
 DurationOption = typer.Option(
     metavar="DURATION",
     help="Length of the window, such as 30s, 1m, 12h or 1d; instead of --window-seconds.",
-    show_default=False,
 )
 
 RuleTypeArgument = Annotated[
@@ -72,7 +66,6 @@ RuleTypeArgument = Annotated[
         metavar="TYPE",
         help="user, ip, api_key or one of the node's IDENTIFIER_TYPES; several joined by +; or all.",
         autocompletion=lambda: [*IdentifierType],
-        show_default=False,
     ),
 ]
 
@@ -208,7 +201,7 @@ def create(
     algorithm: Annotated[Algorithm, typer.Option(help=ALGORITHM_HELP)] = DEFAULT_ALGORITHM,
     period: Annotated[
         Period | None,
-        typer.Option(help="Calendar window, instead of --window-seconds.", show_default=False),
+        typer.Option(help="Calendar window, instead of --window-seconds."),
     ] = None,
     time_zone: Annotated[
         str, typer.Option(metavar="ZONE", help="IANA time zone of the period; default: UTC.")
@@ -321,7 +314,6 @@ def promote(
         typer.Argument(
             metavar="ID|ENDPOINT [TYPE] NAME",
             help="Id of the rule, or its endpoint and identifier type; then the observed limit to enforce.",
-            show_default=False,
         ),
     ],
     replaces: Annotated[
@@ -362,7 +354,7 @@ def promote(
         updated = client.update_rule(change, ["limits"])
         _show("updated", updated, target)
         if replaced != name and not target.output.as_json:
-            target.output.line(f"{name} replaces {limits_text(draft_of(former))}")
+            target.output.line(f"{name} replaces {values_text(draft_of(former))}")
 
 
 @asks_node
@@ -413,11 +405,8 @@ def _seconds(window: str | None, window_seconds: int | None) -> int | None:
     if window is None:
         return window_seconds
     demand(window_seconds is None, "give one of --window and --window-seconds")
-    try:
+    with naming("--window "):
         return int32(window_of(window))
-    except ValueError as error:
-        message = f"--window {error}"
-        raise UsageError(message) from None
 
 
 def _show(done: str, rule: pb.RateLimit, target: Target) -> None:

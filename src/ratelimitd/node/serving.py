@@ -31,7 +31,7 @@ from ratelimitd.services import grpc_health, reflection
 from ratelimitd.services.auth import Access, Credentials, NamedTokens, Role
 from ratelimitd.services.config import ConfigService
 from ratelimitd.services.convert import Identities
-from ratelimitd.services.convert_rules import rate_limit_of
+from ratelimitd.services.convert_rules import message_draft, rate_limit_of
 from ratelimitd.services.envoy import SERVICE as ENVOY
 from ratelimitd.services.envoy import EnvoyService
 from ratelimitd.services.errors import ErrorEdge
@@ -278,6 +278,7 @@ class Serving:
             admit=admission(access),
             translate=self._edge.translate,
             rate_limit_of=rate_limit_of,
+            draft_of=message_draft,
             admin_token=self.admin_token,
             book=lambda: feed.book,
             assignments=self.assignments,

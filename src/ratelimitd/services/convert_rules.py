@@ -27,7 +27,7 @@ from ratelimitd.rules.validation import (
     validated,
 )
 from ratelimitd.services.convert import enforcement_of
-from ratelimitd.services.wire import WireLimit, WireRule, text_of
+from ratelimitd.services.wire import WireLimit, WireRule, parse_rule, text_of
 from ratelimiter.v1 import ratelimiter_pb2
 
 _ENFORCEMENTS: Final[Mapping[int, Enforcement]] = {
@@ -107,6 +107,11 @@ def draft_of(message: WireRule) -> RuleDraft:
     enabled = message.enabled if message.HasField("enabled") else True
     identity = {"id": text_of(message.id), "etag": text_of(message.etag)}
     return RuleDraft(**{**fields, **identity, "enabled": enabled})
+
+
+def message_draft(message: ratelimiter_pb2.RateLimit) -> RuleDraft:
+    """Return a stored rule in its message as :func:`draft_of` does."""
+    return draft_of(parse_rule(message.SerializeToString()))
 
 
 def _fields_of(message: WireRule) -> dict[str, Any]:

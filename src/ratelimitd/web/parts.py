@@ -15,7 +15,7 @@ from ratelimitd.observe.rule_traffic import RuleTraffic
 from ratelimitd.rpc.interface import Call, Methods
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
-from ratelimitd.rules.store import RuleStore
+from ratelimitd.rules.store import RuleDraft, RuleStore
 from ratelimitd.web.api.forward_auth import ForwardAuth
 from ratelimitd.web.api.http_call import Requirement
 from ratelimitd.web.api.json_api import Translation
@@ -75,6 +75,8 @@ class Parts:
     """Converts the error of a call to a status."""
     rate_limit_of: Callable[[Rule], ratelimiter_pb2.RateLimit]
     """Converts a rule to the contract's message, as the services do."""
+    draft_of: Callable[[ratelimiter_pb2.RateLimit], RuleDraft]
+    """Converts such a message back."""
     admin_token: str
     now_s: Callable[[], float]
     """Returns Unix time that never steps back."""

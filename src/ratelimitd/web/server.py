@@ -28,6 +28,7 @@ from uvicorn.server import ServerState
 from ratelimitd.errors import StartupError
 from ratelimitd.fair_queue import FairQueue
 from ratelimitd.rpc.acceptor import Acceptor
+from ratelimitd.settings.parsing import Address
 
 
 @contextlib.contextmanager
@@ -338,8 +339,7 @@ async def bind(
 
 def address_of(sock: socket.socket) -> str:
     """Return the bound address as ``host:port``, an IPv6 host in brackets."""
-    host, port = sock.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return str(Address(*sock.getsockname()[:2]))
 
 
 class _BoundedBuffer(ReceiveBuffer):

@@ -413,7 +413,9 @@ class SpopConnection(asyncio.Protocol):
     def _handle(self, received: Frame) -> None:
         if received.kind == FrameType.NOTIFY and self._handshake_done:
             self._connections[self] = self._connections.pop(self, None)
-            self._notified(received)
+            task = asyncio.create_task(self._answer(received, arguments_of(received.payload)))
+            self.pending.add(task)
+            task.add_done_callback(self._answered)
         elif received.kind == FrameType.HAPROXY_HELLO and not self._handshake_done:
             answer, is_health_check = hello_answer(received.payload)
             self._handshake_done = True
@@ -424,11 +426,6 @@ class SpopConnection(asyncio.Protocol):
             self.end(Status.NORMAL)
         else:
             raise SpopError(Status.INVALID)
-
-    def _notified(self, received: Frame) -> None:
-        task = asyncio.create_task(self._answer(received, arguments_of(received.payload)))
-        self.pending.add(task)
-        task.add_done_callback(self._answered)
 
     def _answered(self, task: asyncio.Task[None]) -> None:
         self.pending.discard(task)

@@ -90,8 +90,7 @@ class PassingOn:
         """Answer one request."""
         exchange = await self._exchange(scope)
         if exchange is None:
-            refusal = PlainTextResponse("no worker answers at the moment\n", 503)
-            await refusal(scope, receive, send)
+            await PlainTextResponse("no worker answers at the moment\n", 503)(scope, receive, send)
             return
         try:
             await _pass(exchange, self._with_fresh_code(scope), receive, send)

@@ -9,12 +9,6 @@ from tests.fake_node import status
 CODE = grpc.StatusCode
 
 
-class Metadatum:
-    def __init__(self, key, value):
-        self.key = key
-        self.value = value
-
-
 class FailedCall(grpc.RpcError):
     """An error as raised by grpc."""
 
@@ -35,10 +29,7 @@ class FailedCall(grpc.RpcError):
 def from_node(code, message, *violations):
     """An error sent by a node."""
     explained = status(code, message, *violations)
-    trailers = [
-        Metadatum("other", b""),
-        Metadatum("grpc-status-details-bin", explained.SerializeToString()),
-    ]
+    trailers = [("other", b""), ("grpc-status-details-bin", explained.SerializeToString())]
     return FailedCall(code, message, trailers)
 
 
@@ -101,7 +92,7 @@ def test_refused_role_has_only_the_nodes_text():
 
 
 def test_invalid_trailer_is_ignored():
-    broken = FailedCall(CODE.NOT_FOUND, "no", [Metadatum("grpc-status-details-bin", b"\xff")])
+    broken = FailedCall(CODE.NOT_FOUND, "no", [("grpc-status-details-bin", b"\xff")])
     assert str(failure(broken)) == "not found: no"
 
 

@@ -32,18 +32,10 @@ def documented():
     """
 
 
-def undocumented():
-    pass
-
-
 def test_only_the_example_keeps_its_lines():
     assert help_of(documented) == (
         f"Do it.\n\nA paragraph.\n\n{VERBATIM}Example:\n  ratelimitd do\n  ratelimitd do --twice"
     )
-
-
-def test_command_without_a_docstring_has_no_help():
-    assert help_of(undocumented) == ""
 
 
 def test_every_setting_is_shown_with_its_source(run, monkeypatch):

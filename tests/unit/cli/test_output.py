@@ -52,11 +52,6 @@ def test_last_values_are_bars(values, bars):
     assert sparkline(values, 10) == bars
 
 
-@pytest.fixture
-def stream():
-    return io.StringIO()
-
-
 def test_json_has_every_field_with_the_contracts_names_and_order():
     assert list(as_dict(pb.RateLimitResponse(reason=pb.NO_RULE)).items()) == [
         ("allowed", False),
@@ -80,25 +75,19 @@ def test_field_with_presence_is_shown_only_when_set():
     assert as_dict(pb.RateLimit(enabled=False))["enabled"] is False
 
 
-def test_message_is_one_json_object(stream):
-    Output(as_json=True, stream=stream).message(pb.RateLimit(endpoint="/é"))
-    assert json.loads(stream.getvalue())["endpoint"] == "/é"
-    assert "/é" in stream.getvalue()
+def test_message_is_one_json_object(capsys):
+    Output(as_json=True).message(pb.RateLimit(endpoint="/é"))
+    text = capsys.readouterr().out
+    assert json.loads(text)["endpoint"] == "/é"
+    assert "/é" in text
 
 
 @pytest.mark.parametrize("values", [[], [1], [{"a": [1, 2]}, {"b": "\n"}]])
-def test_list_printed_in_pieces_is_one_json_list(stream, values):
-    Output(stream=stream).json_list(iter(values))
-    assert json.loads(stream.getvalue()) == values
-    assert stream.getvalue().endswith("]\n")
-
-
-def test_columns_are_aligned_and_numbers_right_aligned():
-    assert table_lines(("NAME", "N"), [("a", 1), ("long name", 100)], None) == [
-        "NAME         N",
-        "a            1",
-        "long name  100",
-    ]
+def test_list_printed_in_pieces_is_one_json_list(capsys, values):
+    Output().json_list(iter(values))
+    text = capsys.readouterr().out
+    assert json.loads(text) == values
+    assert text.endswith("]\n")
 
 
 def test_table_without_rows_is_its_head():
@@ -125,13 +114,13 @@ def test_wide_and_combining_characters_keep_columns_aligned_and_within_the_termi
     assert table_lines(("A", "B"), [("short", "日" * 50)], 29)[1] == "short  " + "日" * 10 + " …"
 
 
-def test_terminal_sets_the_width_of_a_table_and_a_pipe_does_not(monkeypatch, stream):
+@pytest.mark.parametrize(("stream", "cell"), [(Terminal, "x" * 19 + "…"), (io.StringIO, "x" * 40)])
+def test_terminal_sets_the_width_of_a_table_and_a_pipe_does_not(monkeypatch, stream, cell):
     monkeypatch.setenv("COLUMNS", "20")
-    terminal = Terminal()
-    for output in (terminal, stream):
-        Output(stream=output, environ={"NO_COLOR": "1"}).table(("A",), [("x" * 40,)])
-    assert terminal.getvalue() == "A\n" + "x" * 19 + "…\n"
-    assert stream.getvalue() == "A\n" + "x" * 40 + "\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys, "stdout", stream())
+    Output().table(("A",), [("x" * 40,)])
+    assert sys.stdout.getvalue() == f"A\n{cell}\n"
 
 
 @pytest.mark.parametrize(
@@ -144,25 +133,21 @@ def test_terminal_sets_the_width_of_a_table_and_a_pipe_does_not(monkeypatch, str
         (False, {}, False),
     ],
 )
-def test_colour_is_used_on_capable_terminals_only(terminal, environ, coloured):
-    output = Output(stream=Terminal() if terminal else io.StringIO(), environ=environ)
-    assert output.styled("yes", "good") == ("\x1b[32myes\x1b[0m" if coloured else "yes")
+def test_colour_is_used_on_capable_terminals_only(monkeypatch, terminal, environ, coloured):
+    monkeypatch.setattr(sys, "stdout", Terminal() if terminal else io.StringIO())
+    monkeypatch.setattr(os, "environ", environ)
+    assert Output().styled("yes", "good") == ("\x1b[32myes\x1b[0m" if coloured else "yes")
 
 
-def test_environment_defaults_to_that_of_the_process(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"NO_COLOR": "1"})
-    assert Output(stream=Terminal()).styled("yes", "good") == "yes"
+def test_pairs_are_aligned(capsys):
+    Output().pairs([("a", "1"), ("long", "2")])
+    assert capsys.readouterr().out == "  a     1\n  long  2\n"
 
 
-def test_pairs_are_aligned(stream):
-    Output(stream=stream).pairs([("a", "1"), ("long", "2")])
-    assert stream.getvalue() == "  a     1\n  long  2\n"
-
-
-def test_foreign_text_cannot_control_the_terminal(stream):
+def test_foreign_text_cannot_control_the_terminal(capsys):
     assert printable("a\x1b[2Jb\r\nc") == "a\N{REPLACEMENT CHARACTER}[2Jb  c"
-    Output(stream=stream).table(("A",), [("\x1b[2J",)])
-    assert "\x1b" not in stream.getvalue()
+    Output().table(("A",), [("\x1b[2J",)])
+    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_enum_value_is_shown_by_name_and_one_of_a_later_release_by_number():
@@ -171,15 +156,15 @@ def test_enum_value_is_shown_by_name_and_one_of_a_later_release_by_number():
 
 
 @pytest.mark.parametrize("printed", [0, 2])
-def test_interrupted_json_list_is_valid_json(stream, printed):
+def test_interrupted_json_list_is_valid_json(capsys, printed):
     def values():
         yield from range(printed)
         message = "the node is gone"
         raise ConnectionError(message)
 
     with pytest.raises(ConnectionError):
-        Output(stream=stream).json_list(values())
-    assert json.loads(stream.getvalue()) == list(range(printed))
+        Output().json_list(values())
+    assert json.loads(capsys.readouterr().out) == list(range(printed))
 
 
 @pytest.fixture

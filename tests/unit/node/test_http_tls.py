@@ -87,9 +87,9 @@ async def test_doctor_recognises_a_node_by_its_answer_over_tls(tls):
     async with running_node(**tls) as node:
         given = {**tls, "http_listen": node.http_address}
         flags = {name.upper(): str(value) for name, value in given.items()}
-        findings = [finding async for finding in check_ports(Settings.load({}, flags))]
+        findings = await check_ports(Settings.load({}, flags))
         flags["HTTP_TLS"] = "off"
-        others = [finding async for finding in check_ports(Settings.load({}, flags))]
+        others = await check_ports(Settings.load({}, flags))
     assert (findings[1].area, findings[1].level) == ("HTTP_LISTEN", "ok")
     assert "a ratelimitd listens there" in findings[1].what
     assert others[1].level == "problem"

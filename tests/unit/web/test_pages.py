@@ -141,15 +141,6 @@ async def test_page_is_refused_under_foreign_names(web, host):
     assert web.refused == [Cause.UNKNOWN_HOST] * 2
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz"])
-async def test_machine_endpoints_accept_any_host(web, path):
-    assert (await web.get(path, host="service.namespace.svc:8080")).status_code == 200
-
-
-async def test_unknown_path_is_not_found(web):
-    assert (await web.get("/nothing")).status_code == 404
-
-
 async def test_other_events_than_requests_pass_the_check(web):
     seen = []
 

@@ -121,11 +121,6 @@ async def closed_by_server(reader):
     return True
 
 
-async def test_request_is_answered(listening):
-    reader, _ = await talk(await listening())
-    assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
-
-
 async def test_ipv6_address_is_reported_in_brackets():
     server = HttpServer(hello, "::1", 0)
     try:

@@ -310,12 +310,6 @@ async def test_frames_may_arrive_in_any_pieces(auth, connect):
     assert (await peer.frame()).kind == FrameType.ACK
 
 
-async def test_requests_are_answered_independently(auth, connect):
-    peer = await connect()
-    peer.send(*(notify(number) for number in range(5)))
-    assert {(await peer.frame()).frame_id for _ in range(5)} == set(range(5))
-
-
 async def test_pending_requests_of_a_connection_are_bounded(auth, connect, monkeypatch):
     monkeypatch.setattr(spop, "MAX_PENDING", 2)
     auth.may_answer.clear()

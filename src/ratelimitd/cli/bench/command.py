@@ -15,7 +15,7 @@ from ratelimitd.cli.bench.load import Load, Result, Sender, channels
 from ratelimitd.cli.bench.report import as_json, print_report
 from ratelimitd.cli.bench.report import picture as drawn
 from ratelimitd.cli.bench.workload import Arrival, Arrivals, Distribution, Keys
-from ratelimitd.cli.client_options import EXIT_ERROR, Target, UsageError, asks_node, demand
+from ratelimitd.cli.client_options import EXIT_ERROR, Target, asks_node, demand, naming
 from ratelimitd.cli.output import working
 from ratelimitd.cli.picture import write_picture
 from ratelimitd.model import IdentifierType
@@ -148,11 +148,9 @@ def bench(
 
 
 async def _send(target: Target, load: Load, connections: int) -> Result:
-    try:
+    with naming(""):
         metadata = authorization(target.token)
         opened = channels(target.address, target.tls, connections)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGINT, stop.set)
     try:

@@ -50,7 +50,7 @@ def cluster(
     identifier_types: Annotated[
         str,
         typer.Option(
-            metavar="TYPES", help="IDENTIFIER_TYPES of the nodes, comma-separated.", show_default=False
+            metavar="TYPES", help="IDENTIFIER_TYPES of the nodes, comma-separated."
         ),
     ] = "",
     sqlite: Annotated[

@@ -91,19 +91,20 @@ command = takes_settings(doctor, load=Given)
 
 async def _look(settings: Settings) -> list[Finding]:
     """Run every check separately, so that a failed one hides no other."""
-    findings = [
+    return [
         *check_admin_token(settings),
         *check_tokens_file(settings, datetime.now(UTC)),
         *check_tls(settings, datetime.now(UTC)),
         *check_rules_file(settings),
         *check_state_dir(settings),
+        *await check_database(settings),
+        *await check_shared_state(settings),
+        *check_answer_without(settings),
+        *await check_ports(settings),
+        *await check_unmatched(settings),
+        *check_open_files(),
+        *check_event_loop(),
     ]
-    findings += [finding async for finding in check_database(settings)]
-    findings += [finding async for finding in check_shared_state(settings)]
-    findings += check_answer_without(settings)
-    findings += [finding async for finding in check_ports(settings)]
-    findings += [finding async for finding in check_unmatched(settings)]
-    return [*findings, *check_open_files(), *check_event_loop()]
 
 
 def _report(findings: Sequence[Finding], output: Output) -> None:

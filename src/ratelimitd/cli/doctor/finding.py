@@ -8,7 +8,7 @@ import enum
 import importlib.util
 import resource
 import ssl
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from ratelimitd.buckets.state_dir import StateDir
@@ -89,17 +89,18 @@ def check_event_loop() -> Iterator[Finding]:
         yield ok("event loop", "uvloop")
 
 
-async def check_ports(settings: Settings) -> AsyncIterator[Finding]:
+async def check_ports(settings: Settings) -> list[Finding]:
     """Check the ports of the node: free, or in use by a running one."""
-    yield await _port(
+    grpc = await _port(
         "LISTEN",
         settings.listen,
         tls=settings.tls_cert is not None,
         is_silent=settings.tls_client_ca is not None or settings.transport != "native",
         is_ours=_running(settings) == str(settings.listen),
     )
-    if settings.http_listen is not None:
-        yield await _port("HTTP_LISTEN", settings.http_listen, tls=settings.http_tls)
+    if settings.http_listen is None:
+        return [grpc]
+    return [grpc, await _port("HTTP_LISTEN", settings.http_listen, tls=settings.http_tls)]
 
 
 async def _port(
@@ -136,7 +137,7 @@ ANYBODY: Final = "192.0.2.1"
 """An identifier of any type, to ask which rules judge."""
 
 
-async def check_unmatched(settings: Settings) -> AsyncIterator[Finding]:
+async def check_unmatched(settings: Settings) -> list[Finding]:
     """Check for endpoints with traffic but no rule, if the node runs here without TLS.
 
     Calls, and sends the admin token to, only the node that holds the state directory.
@@ -146,14 +147,14 @@ async def check_unmatched(settings: Settings) -> AsyncIterator[Finding]:
         listens_at = StateDir.address_in(settings.state_dir, made_token=False)
     except PermissionError as error:
         what = f"cannot list the endpoints without a rule: {settings.state_dir}: {error.strerror}"
-        yield warning(AREA, what, "run it as the node's user, or set STATE_DIR to an absolute path")
-        return
+        remedy = "run it as the node's user, or set STATE_DIR to an absolute path"
+        return [warning(AREA, what, remedy)]
     except OSError:  # reported separately
-        return
+        return []
     with contextlib.suppress(StartupError):  # reported separately
         token = settings.admin_token or read_admin_token(settings.state_dir / FILE_NAME, own=False)
     if not listens_at or settings.tls_cert is not None:
-        return
+        return []
     # Imports gRPC, which takes 50 ms.
     import grpc  # noqa: PLC0415
 
@@ -163,19 +164,18 @@ async def check_unmatched(settings: Settings) -> AsyncIterator[Finding]:
         )
     except grpc.RpcError as error:
         what = f"cannot list the endpoints without a rule: {error.code().name}"
-        yield ok(AREA, f"{what}; `ratelimitd rules unmatched` asks the node")
-        return
-    for what in missed:
-        yield warning(AREA, what, "spell both the same; endpoints are compared byte for byte")
+        return [ok(AREA, f"{what}; `ratelimitd rules unmatched` asks the node")]
+    remedy = "spell both the same; endpoints are compared byte for byte"
+    found = [warning(AREA, what, remedy) for what in missed]
     if UNMATCHED in endpoints:
-        yield warning(AREA, WHY_UNMATCHED, "docs/proxies.md#under-what")
+        found.append(warning(AREA, WHY_UNMATCHED, "docs/proxies.md#under-what"))
     if not endpoints:
-        yield ok(AREA, "every check of the last minutes had a rule")
-        return
+        return [*found, ok(AREA, "every check of the last minutes had a rule")]
     named = ", ".join(endpoints[:MAX_NAMED])
     more = f" and {len(endpoints) - MAX_NAMED} more" if len(endpoints) > MAX_NAMED else ""
     what = f"checks without a rule are all allowed: {named}{more}"
-    yield warning(AREA, what, "ratelimitd rules unmatched; ratelimitd explain names similar rules")
+    remedy = "ratelimitd rules unmatched; ratelimitd explain names similar rules"
+    return [*found, warning(AREA, what, remedy)]
 
 
 def _running(settings: Settings) -> str:

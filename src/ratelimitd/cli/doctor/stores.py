@@ -9,7 +9,7 @@ import secrets
 import ssl
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ratelimitd.cli.doctor.finding import Finding, ok, problem, warning
@@ -73,20 +73,25 @@ class Asked(NamedTuple):
 
 async def check_server(
     asked: Asked, timeout_ms: int, *, wall_s: Callable[[], float], monotonic_s: Callable[[], float]
-) -> AsyncIterator[Finding]:
-    """Check a connected server."""
-    async for finding in _check_permissions(asked):
-        yield finding
-    async for finding in _check_times(asked, timeout_ms, wall_s=wall_s, monotonic_s=monotonic_s):
-        yield finding
-    async for finding in _check_configuration(asked):
-        yield finding
-    # Last: a subscribed connection accepts no other command.
-    yield await _check_listening(asked)
+) -> list[Finding]:
+    """Check a connected server; the last finding says if it stopped answering."""
+    found: list[Finding] = []
+    try:
+        if asked.tag == MEMBERS_TAG:
+            found += await _check_admin_tokens(asked)
+        found += await _check_permissions(asked)
+        found += await _check_times(asked, timeout_ms, wall_s=wall_s, monotonic_s=monotonic_s)
+        found += await _check_configuration(asked)
+        # Last: a subscribed connection accepts no other command.
+        found.append(await _check_listening(asked))
+    except RateLimitdError as error:
+        found.append(explained(asked.name, error))
+    return found
 
 
-async def _check_permissions(asked: Asked) -> AsyncIterator[Finding]:
-    missing, failed = [], False
+async def _check_permissions(asked: Asked) -> list[Finding]:
+    found: list[Finding] = []
+    missing = []
     for name, command in _commands(asked):
         try:
             await ask(asked.connection, *command)
@@ -94,16 +99,13 @@ async def _check_permissions(asked: Asked) -> AsyncIterator[Finding]:
             if code_of(str(refused)) == "NOPERM":
                 missing.append(name)
                 continue
-            failed = True
-            yield problem(
-                asked.name, f"{name}: {error_of(str(refused))}", _remedy(name, str(refused))
-            )
+            what, remedy = f"{name}: {error_of(str(refused))}", _remedy(name, str(refused))
+            found.append(problem(asked.name, what, remedy))
             break
     if missing:
-        names = ", ".join(missing)
-        yield problem(asked.name, f"the user may not run: {names}", f"grant them; {_PERMISSIONS}")
-    elif not failed:
-        yield ok(asked.name, "the user may run every command that a node needs")
+        what = f"the user may not run: {', '.join(missing)}"
+        found.append(problem(asked.name, what, f"grant them; {_PERMISSIONS}"))
+    return found or [ok(asked.name, "the user may run every command that a node needs")]
 
 
 def _commands(asked: Asked) -> Iterator[tuple[str, Sequence[bytes | int | str]]]:
@@ -141,14 +143,14 @@ async def _check_listening(asked: Asked) -> Finding:
 
 async def _check_times(
     asked: Asked, timeout_ms: int, *, wall_s: Callable[[], float], monotonic_s: Callable[[], float]
-) -> AsyncIterator[Finding]:
+) -> list[Finding]:
     rounds: list[tuple[float, float]] = []
     for _ in range(1 + ROUNDS):
         began_s = monotonic_s()
         try:
             seconds, micros = await ask(asked.connection, "TIME")
         except Refused:
-            return  # reported with the permissions
+            return []  # reported with the permissions
         took_s = monotonic_s() - began_s
         store_s = int(seconds) + int(micros) / US_PER_S
         rounds.append((took_s, store_s - (wall_s() - took_s / 2)))
@@ -157,27 +159,26 @@ async def _check_times(
     what = f"round trip {best_s * 1_000:.2f} to {worst_ms:.2f} ms"
     if worst_ms > timeout_ms:
         remedy = "move node and server closer together, or raise REDIS_TIMEOUT_MS"
-        yield warning(asked.name, f"{what}, longer than REDIS_TIMEOUT_MS ({timeout_ms})", remedy)
+        what += f", longer than REDIS_TIMEOUT_MS ({timeout_ms})"
+        speed = warning(asked.name, what, remedy)
     else:
-        yield ok(asked.name, f"{what}, of {timeout_ms} ms that a check may wait")
-    if abs(skew_s) > MAX_SKEW_S:
-        what = f"its clock is {abs(skew_s):.3f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's"
-        yield warning(
-            asked.name, what, "run a time service (chrony) on both; nodes use the server's clock"
-        )
-    else:
-        yield ok(asked.name, f"clocks differ by {abs(skew_s) * 1_000:.1f} ms")
+        speed = ok(asked.name, f"{what}, of {timeout_ms} ms that a check may wait")
+    if abs(skew_s) <= MAX_SKEW_S:
+        return [speed, ok(asked.name, f"clocks differ by {abs(skew_s) * 1_000:.1f} ms")]
+    what = (
+        f"its clock is {abs(skew_s):.3f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's"
+    )
+    remedy = "run a time service (chrony) on both; nodes use the server's clock"
+    return [speed, warning(asked.name, what, remedy)]
 
 
-async def _check_configuration(asked: Asked) -> AsyncIterator[Finding]:
+async def _check_configuration(asked: Asked) -> list[Finding]:
     try:
         info = await ask(asked.connection, "INFO")
     except Refused:
         what = "version and memory not checked: the user may not run INFO, which nodes do not need"
-        yield ok(asked.name, what)
-        return
-    for finding in judged(asked.name, _pairs(info), is_cluster=asked.is_cluster):
-        yield finding
+        return [ok(asked.name, what)]
+    return [*judged(asked.name, _pairs(info), is_cluster=asked.is_cluster)]
 
 
 def judged(name: str, info: Mapping[str, str], *, is_cluster: bool) -> Iterator[Finding]:
@@ -239,33 +240,28 @@ CLIENT_NAME: Final = "ratelimitd:doctor"
 ANSWER_S: Final = 2.0
 
 
-async def check_shared_state(settings: Settings) -> AsyncIterator[Finding]:
+async def check_shared_state(settings: Settings) -> list[Finding]:
     """Check the shared state of the settings, if any."""
     if not settings.redis_url:
-        yield _own_state(settings)
-        return
+        return [_own_state(settings)]
     url = parse_redis_url(settings.redis_url)
     try:
         tls = client_context(url.tls) if url.tls is not None else None
     except RateLimitdError as error:
         what = str(error).removeprefix(f"{AREA}: ")
-        yield problem(AREA, what, "put a PEM file there that the node may read")
-        return
+        return [problem(AREA, what, "put a PEM file there that the node may read")]
+    found: list[Finding] = []
     servers: dict[Server, int] = {}
     """Each with one of its hash tags."""
     if url.topology is TopologyKind.CLUSTER:
-        async for finding in _cluster(url, tls, servers):
-            yield finding
+        found += await _cluster(url, tls, servers)
     elif url.topology is TopologyKind.SENTINEL:
-        async for finding in _sentinels(url, tls, servers):
-            yield finding
+        found += await _sentinels(url, tls, servers)
     else:
         servers[url.servers[0]] = 0
     for server, tag in servers.items():
-        async for finding in _server(
-            server, tag, url=url, tls=tls, timeout_ms=settings.redis_timeout_ms
-        ):
-            yield finding
+        found += await _server(server, tag, url=url, tls=tls, timeout_ms=settings.redis_timeout_ms)
+    return found
 
 
 def check_answer_without(settings: Settings) -> Iterator[Finding]:
@@ -294,7 +290,7 @@ def _own_state(settings: Settings) -> Finding:
 
 async def _server(
     server: Server, tag: int, *, url: RedisUrl, tls: ssl.SSLContext | None, timeout_ms: int
-) -> AsyncIterator[Finding]:
+) -> list[Finding]:
     is_cluster = url.topology is TopologyKind.CLUSTER
     name = f"store {server}"
     try:
@@ -305,23 +301,15 @@ async def _server(
             lambda: Connection(hand_over, lambda _error: None, timeout_s=ANSWER_S),
         )
     except RateLimitdError as error:
-        yield explained(name, error)
-        return
+        return [explained(name, error)]
     asked = Asked(name, connection, tag, is_cluster)
     try:
-        if tag == MEMBERS_TAG:
-            async for finding in _check_admin_tokens(asked):
-                yield finding
-        findings = check_server(asked, timeout_ms, wall_s=time.time, monotonic_s=time.monotonic)
-        async for finding in findings:
-            yield finding
-    except RateLimitdError as error:
-        yield explained(name, error)
+        return await check_server(asked, timeout_ms, wall_s=time.time, monotonic_s=time.monotonic)
     finally:
         connection.drop(StoreUnavailableError("looked at"))
 
 
-async def _check_admin_tokens(asked: Asked) -> AsyncIterator[Finding]:
+async def _check_admin_tokens(asked: Asked) -> list[Finding]:
     """Check that running nodes have the same admin token, so that a login or a command works on all of them."""
     digests = set()
     try:
@@ -331,17 +319,18 @@ async def _check_admin_tokens(asked: Asked) -> AsyncIterator[Finding]:
             with contextlib.suppress(StoreCorruptError):
                 digests.add(decode(octets).admin_token_digest)
     except Refused:
-        return  # reported with the permissions
+        return []  # reported with the permissions
     if len(digests) > 1:
         what = f"the nodes of this cluster have {len(digests)} different admin tokens"
-        yield warning("ADMIN_TOKEN", what, "give all nodes one ADMIN_TOKEN_FILE")
-    elif digests:
-        yield ok("ADMIN_TOKEN", "the nodes of this cluster have the same admin token")
+        return [warning("ADMIN_TOKEN", what, "give all nodes one ADMIN_TOKEN_FILE")]
+    what = "the nodes of this cluster have the same admin token"
+    return [ok("ADMIN_TOKEN", what)] if digests else []
 
 
 async def _sentinels(
     url: RedisUrl, tls: ssl.SSLContext | None, servers: dict[Server, int]
-) -> AsyncIterator[Finding]:
+) -> list[Finding]:
+    found: list[Finding] = []
     options = LinkOptions(ASK_S, Handshake(client_name=CLIENT_NAME), tls)
     primaries: set[Server] = set()
     for sentinel in url.servers:
@@ -351,42 +340,42 @@ async def _sentinels(
             primary = await Sentinels(one, options).primary()
         except RateLimitdError as error:
             remedy = "start it, or take it out of REDIS_URL; check the service's name and sentinel_password"
-            yield warning(name, str(error), remedy)
+            found.append(warning(name, str(error), remedy))
         else:
-            yield ok(name, f"says that {primary} is the primary")
+            found.append(ok(name, f"says that {primary} is the primary"))
             primaries.add(primary)
             servers[primary] = 0
     if not primaries:
-        yield problem(AREA, "no sentinel names a primary", "see above")
+        found.append(problem(AREA, "no sentinel names a primary", "see above"))
     elif len(primaries) > 1:
         remedy = "wait for the failover to end, and run doctor again"
-        yield problem(AREA, "the sentinels do not agree on the primary", remedy)
+        found.append(problem(AREA, "the sentinels do not agree on the primary", remedy))
+    return found
 
 
 async def _cluster(
     url: RedisUrl, tls: ssl.SSLContext | None, servers: dict[Server, int]
-) -> AsyncIterator[Finding]:
+) -> list[Finding]:
+    found: list[Finding] = []
     handshake = Handshake(url.login, 0, CLIENT_NAME, wants_primary=False)
-    found: Map | None = None
+    slots: Map | None = None
     for seed in url.servers:
         try:
             reply = await ask_once(seed, handshake, tls, *CLUSTER_SLOTS)
-            found = map_of(reply, seed)
+            slots = map_of(reply, seed)
         except (StoreUnavailableError, StoreCorruptError) as error:
             remedy = "start it, or take it out of REDIS_URL; is it part of a Cluster?"
-            yield warning(f"store {seed}", str(error), remedy)
-    if found is None:
-        yield problem(AREA, "no server returns the slots of the Cluster", "see above")
-        return
-    for tag, server in enumerate(found):
+            found.append(warning(f"store {seed}", str(error), remedy))
+    if slots is None:
+        return [*found, problem(AREA, "no server returns the slots of the Cluster", "see above")]
+    for tag, server in enumerate(slots):
         if server is not None:
             servers.setdefault(server, tag)
-    missing = found.count(None)
-    if missing:
-        what = f"{missing} of {len(found)} hash tags have no server: their checks are not limited together"
-        yield problem(AREA, what, "cluster_state: see CLUSTER INFO; give the slots to a server")
-    else:
-        yield ok(AREA, f"a Cluster of {len(servers)} primaries, all slots served")
+    if missing := slots.count(None):
+        what = f"{missing} of {len(slots)} hash tags have no server: their checks are not limited together"
+        remedy = "cluster_state: see CLUSTER INFO; give the slots to a server"
+        return [*found, problem(AREA, what, remedy)]
+    return [*found, ok(AREA, f"a Cluster of {len(servers)} primaries, all slots served")]
 
 
 DATABASE_AREA = "DATABASE_URL"
@@ -395,7 +384,7 @@ MAX_NAMED: Final = 10
 """Plans and types that a finding names."""
 
 
-async def check_database(settings: Settings) -> AsyncIterator[Finding]:
+async def check_database(settings: Settings) -> list[Finding]:
     """Check the rule database of the settings."""
     # SQLAlchemy and Alembic take about 300 ms to import; other commands do without.
     from ratelimitd.rules.sql.inspection import inspect  # noqa: PLC0415
@@ -404,36 +393,31 @@ async def check_database(settings: Settings) -> AsyncIterator[Finding]:
     if isinstance(url, urls.SqliteFile):
         missing = _missing_file(url)
         if missing is not None:
-            yield missing
-            return
+            return [missing]
     try:
         contents = await inspect(settings.database_url)
     except StoreMisconfiguredError as error:
-        yield problem(DATABASE_AREA, str(error), "fix the URL, or the permissions of its user")
+        return [problem(DATABASE_AREA, str(error), "fix the URL, or the permissions of its user")]
     except (StoreUnavailableError, StartupError) as error:
         what = str(error)
-        if isinstance(error, SchemaOlderError) and _is_writable_file(url):
+        is_own_file = isinstance(url, urls.SqliteFile) and os.access(url.path, os.W_OK)
+        if isinstance(error, SchemaOlderError) and is_own_file:
             remedy = "back it up first; serve upgrades it at its start, and there is no downgrade"
-            yield warning(DATABASE_AREA, what, remedy)
-            return
-        is_old = "ratelimitd db upgrade" in what
-        remedy = (
-            "ratelimitd db upgrade" if is_old else "docs/operations.md has a row for this message"
-        )
-        yield problem(DATABASE_AREA, what, remedy)
-    else:
-        what = f"{url.place}: {contents.rules} rules, revision {contents.revision}, can be written"
-        remedy = "ratelimitd rules apply -f rules.yaml; until then every check is allowed"
-        yield ok(DATABASE_AREA, what) if contents.rules else warning(DATABASE_AREA, what, remedy)
-        for finding in _assignment_findings(contents, settings.known_types):
-            yield finding
-        named = {part for kind in contents.types for part in types_within(kind)}
-        if undeclared := named.difference(settings.known_types):
-            kinds = ", ".join(sorted(undeclared))
-            what = f"rules for {kinds} have no effect: no request can name an identifier type that is not declared"
-            yield warning(
-                DATABASE_AREA, what, f"add {kinds} to IDENTIFIER_TYPES, or delete the rules"
-            )
+            return [warning(DATABASE_AREA, what, remedy)]
+        upgrade = "ratelimitd db upgrade"
+        remedy = upgrade if upgrade in what else "docs/operations.md has a row for this message"
+        return [problem(DATABASE_AREA, what, remedy)]
+    what = f"{url.place}: {contents.rules} rules, revision {contents.revision}, can be written"
+    remedy = "ratelimitd rules apply -f rules.yaml; until then every check is allowed"
+    found = [ok(DATABASE_AREA, what) if contents.rules else warning(DATABASE_AREA, what, remedy)]
+    found += _assignment_findings(contents, settings.known_types)
+    named = {part for kind in contents.types for part in types_within(kind)}
+    if undeclared := named.difference(settings.known_types):
+        kinds = ", ".join(sorted(undeclared))
+        what = f"rules for {kinds} have no effect: no request can name an identifier type that is not declared"
+        remedy = f"add {kinds} to IDENTIFIER_TYPES, or delete the rules"
+        found.append(warning(DATABASE_AREA, what, remedy))
+    return found
 
 
 def _assignment_findings(contents: Contents, types: Sequence[str]) -> Iterator[Finding]:
@@ -461,11 +445,6 @@ def _counted(numbers: Counter[str]) -> str:
     most = [f"{name} ({number})" for name, number in numbers.most_common(MAX_NAMED)]
     more = len(numbers) - len(most)
     return ", ".join(most) + (f" and {more} more" if more else "")
-
-
-def _is_writable_file(url: urls.DatabaseUrl) -> bool:
-    """Return whether the database is a file that this user may write."""
-    return isinstance(url, urls.SqliteFile) and os.access(url.path, os.W_OK)
 
 
 def _missing_file(url: urls.SqliteFile) -> Finding | None:

@@ -95,7 +95,7 @@ class PathTemplates:
         """
         method = method.upper()
         method = "GET" if method == "HEAD" else method
-        host = host_name(host)
+        host = host.lower().partition(":")[0].rstrip(".")  # the name, without port and trailing dot
         count = len(segments)
         for text, wanted_method, wanted_host, wanted, has_rest in self._templates:
             length = len(wanted)
@@ -111,11 +111,6 @@ class PathTemplates:
                 else:
                     return text
         return UNMATCHED
-
-
-def host_name(host: str) -> str:
-    """Return the host name in a ``Host`` header: lower case, without port and trailing dot."""
-    return host.lower().partition(":")[0].rstrip(".")
 
 
 def segments_of(uri: str) -> list[bytes]:

@@ -319,11 +319,11 @@ class _Member(NamedTuple):
     """How to write a field."""
 
     name: str
-    optional: bool
-    """Omitted if unset."""
-    item: Callable[[Any], object] | None
-    """For a list: writes one item."""
     value: Callable[[Any], object]
+    item: Callable[[Any], object] | None = None
+    """For a list: writes one item."""
+    optional: bool = False
+    """Omitted if unset."""
 
 
 async def json_of(message: Message, run_step: RunStep) -> bytes:
@@ -375,22 +375,17 @@ def _present(message: Message) -> Iterable[_Member]:
 @lru_cache
 def _members_of(descriptor: Descriptor) -> tuple[_Member, ...]:
     """Return every field in the contract's order. Cached: inspecting a descriptor takes longer than writing a value."""
-    return tuple(_planned(descriptor))
+    return tuple(map(_member, descriptor.fields))
 
 
-def _planned(descriptor: Descriptor) -> Iterator[_Member]:
-    for field in descriptor.fields:
-        value = _map_value(field)
-        if value is not None:
-            write = _writer_of(value)
-            yield _Member(field.name, optional=False, item=None, value=partial(_sorted, write))
-        elif field.is_repeated:
-            item = _writer_of(field)
-            yield _Member(field.name, optional=False, item=item, value=_each(item))
-        else:
-            yield _Member(
-                field.name, optional=field.has_presence, item=None, value=_writer_of(field)
-            )
+def _member(field: FieldDescriptor) -> _Member:
+    value = _map_value(field)
+    if value is not None:
+        return _Member(field.name, partial(_sorted, _writer_of(value)))
+    write = _writer_of(field)
+    if field.is_repeated:
+        return _Member(field.name, lambda items: [*map(write, items)], item=write)
+    return _Member(field.name, write, optional=field.has_presence)
 
 
 def _writer_of(field: FieldDescriptor) -> Callable[[Any], object]:
@@ -399,11 +394,7 @@ def _writer_of(field: FieldDescriptor) -> Callable[[Any], object]:
     if field.enum_type is not None:
         names = {number: value.name for number, value in field.enum_type.values_by_number.items()}
         return lambda number: names.get(number, number)
-    return _WRITERS.get(field.type, _same)
-
-
-def _each(write: Callable[[Any], object]) -> Callable[[Iterable[Any]], object]:
-    return lambda items: [*map(write, items)]
+    return _WRITERS.get(field.type, lambda value: value)
 
 
 def _sorted(write: Callable[[Any], object], entries: Mapping[str, Any]) -> dict[str, object]:
@@ -416,10 +407,6 @@ def _map_value(field: FieldDescriptor) -> FieldDescriptor | None:
     entry = field.message_type
     is_map = entry is not None and entry.GetOptions().map_entry
     return entry.fields_by_name["value"] if entry is not None and is_map else None
-
-
-def _same(value: object) -> object:
-    return value
 
 
 def _number(value: float) -> float | str:

@@ -22,7 +22,6 @@ from ratelimitd.model import Rule
 from ratelimitd.rpc.interface import StatusCode
 from ratelimitd.rules.store import (
     EVERY_CHANGE,
-    LIMIT_FIELDS,
     AuditEntry,
     AuditFilter,
     LimitDraft,
@@ -251,7 +250,7 @@ class AuditPages:
             revision=answer.revision,
             counts=counts,
             total=sum(counts.values()),
-            changes=[*map(_reverted, answer.changes[:MAX_SHOWN])],
+            changes=[*map(self._reverted, answer.changes[:MAX_SHOWN])],
             problem=problem,
         )
 
@@ -261,6 +260,25 @@ class AuditPages:
         message = ratelimiter_pb2.ApplyRateLimitsRequest(**fields)
         answer = ratelimiter_pb2.ApplyRateLimitsResponse
         return await self._frame.ask(request, f"{CONFIG}/ApplyRateLimits", message, answer)
+
+    def _reverted(self, change: ratelimiter_pb2.RateLimitChange) -> Reverted:
+        before, after = (
+            getattr(change, name) if change.HasField(name) else None for name in ("before", "after")
+        )
+        places = [(one.endpoint, one.identifier_type) for one in (before, after) if one]
+        is_moved = len({*places}) > 1
+        words = [self._in_words(one, with_place=is_moved) if one else "" for one in (before, after)]
+        return Reverted(*places[-1], Difference("", *words))
+
+    def _in_words(self, rule: ratelimiter_pb2.RateLimit, *, with_place: bool) -> str:
+        """Summarise a rule; ``with_place``: including endpoint and identifier type, because it moves."""
+        draft = self._frame.parts.draft_of(rule)
+        own = LimitDraft("", draft.limit, draft.window_seconds, draft.algorithm)
+        parts = [f"{draft.endpoint} {draft.identifier_type}"] if with_place else []
+        parts += [_limits(draft.limits or [own])]
+        parts += [f"plan {plan.name}: {_limits(plan.limits)}" for plan in draft.plans]
+        parts += [] if rule.enabled else ["disabled"]
+        return "; ".join(parts)
 
     def _no_revision(self, request: Request) -> Response:
         text = "A revision is a number from 1 on, such as the list of changes shows."
@@ -279,38 +297,5 @@ class Reverted(NamedTuple):
     difference: Difference
 
 
-def _reverted(change: ratelimiter_pb2.RateLimitChange) -> Reverted:
-    before, after = (
-        getattr(change, name) if change.HasField(name) else None for name in ("before", "after")
-    )
-    places = [(one.endpoint, one.identifier_type) for one in (before, after) if one]
-    words = [
-        _in_words(one, with_place=len({*places}) > 1) if one else "" for one in (before, after)
-    ]
-    return Reverted(*places[-1], Difference("", *words))
-
-
-def _in_words(rule: ratelimiter_pb2.RateLimit, *, with_place: bool) -> str:
-    """Summarise a rule; ``with_place``: including endpoint and identifier type, because it moves."""
-    parts = [f"{rule.endpoint} {rule.identifier_type}"] if with_place else []
-    parts += [_limits(rule.limits or [rule])]
-    parts += [f"plan {name}: {_limits(rule.plans[name].limits)}" for name in sorted(rule.plans)]
-    parts += [] if rule.enabled else ["disabled"]
-    return "; ".join(parts)
-
-
-def _limits(
-    limits: Iterable[ratelimiter_pb2.Limit | ratelimiter_pb2.RateLimit],
-) -> str:
-    return "; ".join(
-        f"{limit.name} {limit_summary(limit)}".strip() for limit in map(_draft_of, limits)
-    )
-
-
-def _draft_of(limit: ratelimiter_pb2.Limit | ratelimiter_pb2.RateLimit) -> LimitDraft:
-    if isinstance(limit, ratelimiter_pb2.RateLimit):
-        return LimitDraft("", limit.limit, limit.window_seconds, limit.algorithm)
-    fields = {name: getattr(limit, name) for name in LIMIT_FIELDS}
-    fields["period"] = ratelimiter_pb2.Period.Name(limit.period).lower() if limit.period else None
-    fields["enforcement"] = ratelimiter_pb2.Enforcement.Name(limit.enforcement).lower()
-    return LimitDraft(**fields)
+def _limits(limits: Iterable[LimitDraft]) -> str:
+    return "; ".join(f"{limit.name} {limit_summary(limit)}".strip() for limit in limits)

@@ -146,11 +146,10 @@ class TryPage:
                 return self._frame.page(request, "reset.html", form=form)
             return await self._check(request, form, explains=action == "explain")
         except Rejected as error:
-            status = error.status
             return self._page(
                 request,
                 form,
-                status_code=status,
+                status_code=error.status,
                 about="check" if action in {"check", "explain"} else "reset",
                 errors=form.errors(error.fields),
                 problem="" if error.fields else error.message,

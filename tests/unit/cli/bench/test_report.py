@@ -1,6 +1,7 @@
 """The printed results of a load, and warnings about its figures."""
 
 import io
+from contextlib import redirect_stdout
 
 import pytest
 
@@ -33,7 +34,8 @@ def result(latencies_us=(), delays_us=(), **fields):
 
 def printed(*arguments):
     stream = io.StringIO()
-    print_report(*arguments, Output(stream=stream))
+    with redirect_stdout(stream):
+        print_report(*arguments, Output())
     return stream.getvalue()
 
 

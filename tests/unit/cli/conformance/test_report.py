@@ -2,6 +2,7 @@
 
 import io
 import re
+from contextlib import redirect_stdout
 
 from ratelimitd.cli.conformance.cases import cases
 from ratelimitd.cli.conformance.command import as_json, passed, print_table
@@ -29,7 +30,8 @@ LEFT_OUT = CaseResult(OTHER, [], "it takes longer")
 
 def printed(*results, how=None):
     stream = io.StringIO()
-    print_table(results, Output(stream=stream), how)
+    with redirect_stdout(stream):
+        print_table(results, Output(), how)
     return stream.getvalue().splitlines()
 
 

@@ -1,6 +1,7 @@
 """A cluster from start to end: real children, in which substitutes for nodes are ready at once."""
 
 import asyncio
+import contextlib
 import errno
 import io
 import os
@@ -82,19 +83,20 @@ def directory(tmp_path_factory, monkeypatch):
         assert list(Path(name).iterdir()) == []
 
 
-def cluster(screen, *nodes, rules_file=None, sqlite=True):
-    return Cluster(
-        nodes,
-        Output(stream=screen, environ={}),
-        rules_file=rules_file,
-        rules=None,
-        sqlite=sqlite,
-        identifier_types="",
-    )
+async def run(screen, *nodes, rules_file=None, sqlite=True):
+    with contextlib.redirect_stdout(screen):
+        await Cluster(
+            nodes,
+            Output(),
+            rules_file=rules_file,
+            rules=None,
+            sqlite=sqlite,
+            identifier_types="",
+        ).run()
 
 
 async def running(screen, *nodes, **options):
-    task = asyncio.create_task(cluster(screen, *nodes, **options).run())
+    task = asyncio.create_task(run(screen, *nodes, **options))
     shown = asyncio.create_task(screen.shows("stops everything"))
     await asyncio.wait((task, shown), return_when=asyncio.FIRST_COMPLETED)
     assert not task.done(), task.exception()
@@ -168,13 +170,13 @@ async def test_node_that_fails_to_start_ends_the_run(screen, which):
     nodes = [Scripted("n1"), Scripted("n2")]
     nodes[which].script = REFUSES
     with pytest.raises(CliError, match=f"n{which + 1} ended with status 1: no room"):
-        await cluster(screen, *nodes).run()
+        await run(screen, *nodes)
 
 
 async def test_ctrl_c_during_the_start_ends_the_run(screen, tmp_path_factory):
     started = tmp_path_factory.mktemp("started") / "it"
     node = Scripted("n1", f"open({str(started)!r}, 'w').close(); import time; time.sleep(60)")
-    task = asyncio.create_task(cluster(screen, node).run())
+    task = asyncio.create_task(run(screen, node))
     async with asyncio.timeout(30):
         while not started.exists():  # noqa: ASYNC110 - it is another process
             await asyncio.sleep(0.01)

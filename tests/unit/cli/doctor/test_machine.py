@@ -28,7 +28,7 @@ def settings(**given):
 
 
 async def ports(**given):
-    return [finding async for finding in check_ports(settings(**given))]
+    return await check_ports(settings(**given))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ async def test_address_of_another_machine_is_a_problem():
 
 
 async def unmatched(state_dir, **given):
-    return [finding async for finding in check_unmatched(settings(state_dir=state_dir, **given))]
+    return await check_unmatched(settings(state_dir=state_dir, **given))
 
 
 async def test_state_directory_of_another_user_is_named(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from tests.unit.observe.test_node_status import STATUS
 
 async def look(url):
     settings = Settings.load({}, {"REDIS_URL": url, "REDIS_TIMEOUT_MS": "1000"})
-    return [finding async for finding in check_shared_state(settings)]
+    return await check_shared_state(settings)
 
 
 def worst(findings):
@@ -29,7 +29,7 @@ async def test_embedded_node_has_no_shared_state():
 async def test_workers_without_a_url_share_a_private_valkey(tmp_path, monkeypatch):
     async def found():
         settings = Settings.load({}, {"WORKERS": "2", "STATE_DIR": str(tmp_path)})
-        [finding] = [finding async for finding in check_shared_state(settings)]
+        [finding] = await check_shared_state(settings)
         return finding
 
     fine = await found()

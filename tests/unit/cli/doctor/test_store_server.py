@@ -43,15 +43,12 @@ async def look(valkey, login=NO_LOGIN, *, timeout_ms=20, step_s=0.001, ahead_s=0
     )
     ticks = itertools.count()
     try:
-        return [
-            finding
-            async for finding in check_server(
-                Asked("store", connection),
-                timeout_ms,
-                wall_s=lambda: time.time() - ahead_s,
-                monotonic_s=lambda: next(ticks) * step_s,
-            )
-        ]
+        return await check_server(
+            Asked("store", connection),
+            timeout_ms,
+            wall_s=lambda: time.time() - ahead_s,
+            monotonic_s=lambda: next(ticks) * step_s,
+        )
     finally:
         connection.drop(StoreUnavailableError("looked at"))
 
@@ -156,11 +153,8 @@ async def look_without_greeting(valkey):
         lambda: Connection(hand_over, lambda _error: None, timeout_s=5), "127.0.0.1", valkey.port
     )
     try:
-        return [
-            finding
-            async for finding in check_server(
-                Asked("store", connection), 20, wall_s=lambda: 0.0, monotonic_s=lambda: 0.0
-            )
-        ]
+        return await check_server(
+            Asked("store", connection), 20, wall_s=lambda: 0.0, monotonic_s=lambda: 0.0
+        )
     finally:
         connection.drop(StoreUnavailableError("looked at"))

@@ -108,16 +108,6 @@ async def test_inflation_stops_at_the_bound():
         await ConnectJson().message_of(bomb, GZIP, TYPES, at_once)
 
 
-async def test_json_is_read_and_written():
-    message = await ConnectJson().message_of(
-        b'{"identifier":"u","peek":true}', PLAIN, TYPES, at_once
-    )
-    assert pb.RateLimitRequest.FromString(message) == pb.RateLimitRequest(identifier="u", peek=True)
-    response = await ConnectJson().answer(b"", TYPES, at_once)
-    assert response.media_type == "application/json"
-    assert json.loads(response.body)["allowed"] is False
-
-
 async def test_binary_messages_pass_unchanged():
     assert await ConnectProto().message_of(b"\xff", PLAIN, TYPES, at_once) == b"\xff"
     response = await ConnectProto().answer(b"\x08\x01", TYPES, at_once)

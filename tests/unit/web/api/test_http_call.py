@@ -16,7 +16,6 @@ from ratelimitd.web.api.http_call import (
     handled,
     http_call,
     peer_of,
-    settled,
     uncompressed,
 )
 from tests.unit.services.fake_call import FakeCall
@@ -47,11 +46,6 @@ def test_unknown_peer_is_not_local():
     assert is_loopback(http_call(request(("127.0.0.1", 1)), "/s/m"))
 
 
-def test_forwarded_request_is_not_loopback():
-    forwarded = request(("127.0.0.1", 1), [(b"x-forwarded-for", b"127.0.0.1")])
-    assert not is_loopback(http_call(forwarded, "/s/m"))
-
-
 def test_call_has_the_headers_of_its_request_and_no_certificate_or_deadline():
     call = http_call(request(headers=[(b"authorization", b"Bearer a"), (b"x", b"1")]), "/s/m")
     assert call.method == "/s/m"
@@ -65,14 +59,6 @@ def test_login_replaces_the_authorization_header():
     headers = Headers({"authorization": "Bearer theirs", "x": "1"})
     call = HttpCall("/s/m", "unknown:", headers, "Bearer ours")
     assert (call.metadata("authorization"), call.metadata("x")) == ("Bearer ours", "1")
-
-
-async def test_settled_accepts_values_and_awaitables():
-    async def later():
-        return b"later"
-
-    assert await settled(b"now") == b"now"
-    assert await settled(later()) == b"later"
 
 
 async def never():

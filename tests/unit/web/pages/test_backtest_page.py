@@ -345,12 +345,6 @@ async def test_missing_directory_counts_as_empty(visitor, trace):
     assert (await visitor.get("/backtest")).status_code == 200
 
 
-async def test_page_requires_the_admin_role(tmp_path):
-    options = {"admin_token": "t" * 16, "record_dir": tmp_path / "x"}
-    async with running_node(**options) as node, PageVisitor(node.http_address) as visitor:
-        assert (await visitor.get("/backtest")).status_code == 303
-
-
 async def test_results_require_the_admin_role(tmp_path):
     tokens = write(tmp_path / "tokens.yaml", entry("wallboard", role="read"))
     options = {"admin_token": "t" * 16, "tokens_file": tokens}

@@ -86,18 +86,6 @@ async def test_login_never_redirects_to_another_site(node):
     assert answer.headers["location"] == "/"
 
 
-async def test_logout_deletes_the_cookie(node):
-    async with node.visitor() as visitor:
-        await visitor.log_in(TOKEN)
-        # The page after the login would contain the form; here the form of the login is used.
-        nonce = Sessions(TOKEN, lambda: node.now_s).read(visitor.cookies[SESSION_COOKIE]).nonce
-        token = Sessions(TOKEN, lambda: node.now_s).form_token(nonce)
-        answer = await visitor.post("/logout", {}, token=token)
-        assert answer.headers["location"] == "/login"
-        assert SESSION_COOKIE not in visitor.cookies
-    assert node.refused == []
-
-
 def code_of(node, host="localhost", token=TOKEN):
     return Sessions(token, lambda: node.now_s).link_code(host)
 

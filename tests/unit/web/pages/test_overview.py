@@ -7,7 +7,6 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from ratelimitd import __version__
 from ratelimitd.observe.denials import DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.history import Sample
 from ratelimitd.observe.live import NodeView, Overview
@@ -111,13 +110,6 @@ async def test_input_from_callers_and_nodes_is_escaped(site):
     for found in ("/<script> 3 ", "/<unmatched> 3 ", "/<held> user minute 2 7 000", "<n1>"):
         assert found in text_of(answer)
     assert "<script>" not in answer.text
-
-
-async def test_program_gets_a_plain_text_description(site):
-    answer = await site.get("/", accept="*/*")
-    assert answer.text.startswith(f"ratelimitd {__version__}")
-    assert "127.0.0.1:9090" in answer.text
-    assert answer.headers["cache-control"] == "no-store"
 
 
 async def test_names_are_masked_unless_requested_and_requests_are_logged(site, caplog):

@@ -32,6 +32,16 @@ def node_of(status=None, *, is_this=True, age_s=0.0, gone=False):
     return NodeView(status or status_of(), is_this, age_s, gone)
 
 
+ILL = {
+    "healthy": False,
+    "shared_state_connected": False,
+    "hit_ratio": 0.5,
+    "hit_ratio_met": False,
+    "latency_met": False,
+}
+"""A status of a node that meets no condition."""
+
+
 def view(*nodes, total=None, history=(), on_breaker_open="", **fields):
     common = {"stale_s": None, "shares": True, "endpoints": (), "identifiers": (), "holds": ()}
     overview = Overview(total=total or sample_of(), nodes=nodes or (node_of(),), **common | fields)
@@ -134,19 +144,8 @@ def test_exceeded_bound_precedes_a_larger_excess_within_its_bound():
 
 
 def test_four_conditions_are_shown_with_their_bounds():
-    [shared, known, latency, fail_open] = view(
-        node_of(
-            status_of(
-                healthy=False,
-                shared_state_connected=False,
-                hit_ratio=0.5,
-                hit_ratio_met=False,
-                average_latency_ms=2.0,
-                latency_met=False,
-                error_rate=0.01,
-            )
-        )
-    ).conditions
+    ill = node_of(status_of(**ILL, average_latency_ms=2.0, error_rate=0.01))
+    [shared, known, latency, fail_open] = view(ill).conditions
     assert (shared.value, shared.met) == ("away", False)
     assert (known.value, known.wanted) == ("50\u202f%", "more than 90\u202f%")
     assert not any((known.met, latency.met, fail_open.met))
@@ -242,16 +241,7 @@ def test_state_of_unread_nodes_is_unknown():
 
 
 def test_state_is_that_of_the_worst_node_and_each_condition_names_it():
-    ill = status_of(
-        "n2",
-        healthy=False,
-        shared_state_connected=False,
-        hit_ratio=0.5,
-        hit_ratio_met=False,
-        average_latency_ms=3.0,
-        latency_met=False,
-        error_rate=0.2,
-    )
+    ill = status_of("n2", **ILL, average_latency_ms=3.0, error_rate=0.2)
     shown = view(node_of(), node_of(ill, is_this=False))
     assert (shown.verdict, shown.tone) == ("DEGRADED", WARN)
     assert [one.value for one in shown.conditions] == [

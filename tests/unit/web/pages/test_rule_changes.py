@@ -127,10 +127,6 @@ def test_change_without_effect_is_described_as_such():
         assert "nothing changes for callers" in said(before, after)
 
 
-def test_rule_is_summarised_in_a_few_words():
-    assert summary(ORDERS) == "1\u202f000 in 1 min, token bucket"
-
-
 DAY = Limit(
     limit=10_000, window_seconds=86_400, algorithm=Algorithm.FIXED_WINDOW, name="day", revision=3
 )

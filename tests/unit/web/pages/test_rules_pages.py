@@ -8,12 +8,10 @@ import pytest_asyncio
 from ratelimitd.model import Calendar, Period
 from ratelimitd.observe.live import Live
 from ratelimitd.observe.node_status import BusyRule
-from ratelimitd.rpc.interface import StatusCode
 from ratelimitd.rules.sql.database import open_database
 from ratelimitd.rules.sql.store import SqlRuleStore
 from ratelimitd.rules.store import RuleChanges, RuleDraft
 from ratelimitd.testing import ManualClock, running_node
-from ratelimitd.web.pages.page_base import Rejected
 from ratelimitd.web.pages.rules import GONE, STALE, TAKEN
 from tests.page_visitor import PageVisitor, away, errors_in, hidden_in, text_of
 
@@ -246,14 +244,6 @@ async def test_edit_is_previewed_and_stored(visitor, node):
     assert "Limit: <del>10</del>" in " ".join(page.split())
 
 
-async def test_edit_with_errors_is_shown_again(visitor, node):
-    address = await created(visitor)
-    fields = {**await opened(visitor, address), "limit": "0", "step": "store"}
-    answer = await visitor.post(address, fields)
-    assert (answer.status_code, set(errors_in(answer.text))) == (422, {"limit"})
-    assert [rule.limit for rule in book_of(node).rules()] == [10]
-
-
 async def test_rule_cannot_be_moved_onto_another_one(visitor, monkeypatch, node):
     await created(visitor, endpoint="/taken")
     address = await created(visitor)
@@ -472,10 +462,6 @@ async def test_unavailable_store_is_reported_with_the_input_kept(visitor, node, 
     answer = await visitor.post(f"{address}/delete", hidden_in(page))
     assert answer.status_code == 503
     assert "the rule database is away" in answer.text
-
-
-def test_service_error_that_no_form_causes_is_a_defect():
-    assert Rejected(StatusCode.INTERNAL, "", {}).status == 500
 
 
 async def test_rule_for_a_combination_is_created_and_one_with_an_unknown_type_reported(tmp_path):
