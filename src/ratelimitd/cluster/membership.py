@@ -66,7 +66,7 @@ class StatusBoard:
         """Return the last statuses of the other nodes, by incarnation.
 
         Raises:
-            RateLimitdError: the store did not answer in time.
+            RateLimitdError: the store answered an error, or its connection was lost; a late answer is waited for.
         """
         self.note_members()
         names = [name for name in self._seen_us if name != self._incarnation]

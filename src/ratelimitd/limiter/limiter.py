@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple, cast
@@ -228,8 +229,9 @@ class Limiter:
     async def _reset(
         self, identifier: bytes, identifier_type: str, endpoint: str
     ) -> Sequence[Rule]:
-        # One at a time: else a failed reset could restore a bucket after a later reset of it was answered.
-        async with self._one_reset:
+        # One at a time: else a failed reset could restore a bucket after a later reset of it was answered. The shared
+        # state restores none, and one silent server must not delay the resets on others.
+        async with self._one_reset if self._own is not None else nullcontext():
             book = self.scopes.book
             if book is None:
                 message = "no rules are loaded yet"

@@ -100,6 +100,7 @@ def test_the_remaining_part_is_relative_to_the_burst():
         assert find([steady, bursting], outcomes) == 1
         assert find([steady, steady], outcomes) == 0
         assert find([steady, steady, bursting], [*outcomes, outcomes[0]]) == 2
+        assert find([steady, bursting, steady], [*outcomes, outcomes[0]]) == 1
 
 
 class TestWaiting:

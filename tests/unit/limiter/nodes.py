@@ -112,6 +112,8 @@ class FakeSharedBuckets:
         self.asked, self.resets, self.answers = [], [], []
         self.at_once = None
         self.reset_error = None
+        self.acknowledges = asyncio.Event()
+        self.acknowledges.set()
 
     def apply(self, _key, _rule, _decide, _now_us, _cost):
         if isinstance(self.at_once, Exception):
@@ -153,6 +155,7 @@ class FakeSharedBuckets:
         if self.reset_error is not None:
             raise self.reset_error
         self.resets.append((keys, rules))
+        await self.acknowledges.wait()
 
 
 class Sharing(Node):

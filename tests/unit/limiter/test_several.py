@@ -96,6 +96,13 @@ class TestSeveralLimits:
         assert node.stats.would_deny == {"orders,day": [4]}
         assert node.stats.by_rule == {"orders": [5, 1]}
 
+    def test_an_enforced_limit_answers_although_an_observing_one_has_less_left(self):
+        node = Node(replace(ORDERS, more=(replace(DAY, limit=3, enforcement=Enforcement.OBSERVE),)))
+        node.check()
+        answer = node.check()
+        assert (answer.limit.name, answer.remaining) == ("default", 8)
+        assert [one.remaining for one in answer.limits] == [8, 1]
+
     def test_an_observing_rule_allows_and_reports_its_status(self):
         node = Node(replace(ORDERS, limit=3, enforcement=Enforcement.OBSERVE))
         answers = [node.check(cost=2) for _ in range(2)]

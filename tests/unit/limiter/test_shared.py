@@ -222,6 +222,16 @@ class TestSharedBuckets:
         with pytest.raises(StoreUnavailableError, match="no answer"):
             await node.limiter.reset(b"ada", USER, "/orders")
 
+    async def test_a_reset_does_not_wait_for_one_whose_server_is_silent(self, node):
+        node.shared.acknowledges.clear()
+        silent = asyncio.create_task(node.limiter.reset(b"ada", USER, "/orders"))
+        other = asyncio.create_task(node.limiter.reset(b"bob", USER, "/orders"))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert [keys[0][:3] for keys, _ in node.shared.resets] == [b"ada", b"bob"]
+        node.shared.acknowledges.set()
+        await asyncio.gather(silent, other)
+
 
 class TestSeveralSharedLimits:
     SEEN = replace(DAY, name="seen", enforcement=Enforcement.OBSERVE)

@@ -9,7 +9,7 @@ from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.counters import CheckStats
 from ratelimitd.limiter.limiter import Limiter
-from ratelimitd.model import Algorithm, IdentifierType, Plan, Rule
+from ratelimitd.model import Algorithm, Enforcement, IdentifierType, Limit, Plan, Rule
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.services import bulk_checks
@@ -122,6 +122,25 @@ class TestAnswers:
                 (False, 0, 60, pb.LIMIT_EXCEEDED),
             )
         ]
+
+    def test_the_deciding_one_of_several_limits_comes_first(self):
+        hour, day = (
+            Limit(limit=limit, window_seconds=3_600, algorithm=ORDERS.algorithm, name=name)
+            for name, limit in (("hour", 10), ("day", 20))
+        )
+        bench = Bench(replace(ORDERS, limit=30, more=(hour, day)))
+        for remaining in (9, 8):
+            [answer] = bench.answers(check())
+            assert (answer.limit_name, answer.remaining_tokens) == ("hour", remaining)
+            assert [(one.name, one.remaining_tokens) for one in answer.limits] == [
+                ("hour", remaining), ("default", remaining + 20), ("day", remaining + 10),
+            ]  # fmt: skip
+
+    def test_an_observing_limit_alone_answers_as_the_only_one(self):
+        bench = Bench(replace(ORDERS, limit=1, enforcement=Enforcement.OBSERVE))
+        for answer in bench.answers(check(), check()):
+            assert (answer.allowed, answer.remaining_tokens) == (True, 0)
+            assert (answer.limit_name, [*answer.limits]) == ("default", [])
 
     def test_a_denied_check_may_have_remaining_tokens(self, bench):
         bench.answers(check())

@@ -177,7 +177,9 @@ class ClusterTopology:
         others = [server for server in (*self._links, *self._seeds) if server not in connected]
         start = int(self.options.random() * len(connected))
         connected = connected[start:] + connected[:start]
-        # A server that answers CLUSTERDOWN may be cut off from the others, and so may its map: it is asked last.
+        # Late servers are asked last: one that is away answers nothing until its connection is given up. A server that
+        # answers CLUSTERDOWN may be cut off from the others, and so may its map.
+        connected.sort(key=lambda server: self._links[server].is_late)
         connected.sort(key=lambda server: self._links[server].reports_cluster_down)
         for link in self._links.values():
             link.reports_cluster_down = False

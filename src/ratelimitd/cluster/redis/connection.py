@@ -263,6 +263,11 @@ class Connection(asyncio.Protocol):
         """Unanswered requests."""
         return len(self._waiting)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether an unanswered request has timed out."""
+        return self._expired > self._answered
+
     def submit(self, request: Request) -> None:
         """Send ``request`` with the others of this iteration; refuse it if too much is in flight, or after a loss."""
         size = len(request.packed)

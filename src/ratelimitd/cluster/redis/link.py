@@ -249,6 +249,11 @@ class Link:
         """Unanswered requests."""
         return self._connection.in_flight if self._connection else len(self._parked or ())
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the server owes the answer to a request that has timed out."""
+        return self._connection is not None and self._connection.is_late
+
     # Requests
 
     def send(self, command: Sequence[bytes | int], done: Done, *, is_patient: bool = False) -> None:

@@ -9,7 +9,7 @@ from ratelimitd.cluster.redis.connection import Handshake
 from ratelimitd.cluster.redis.link import LinkOptions
 from ratelimitd.cluster.redis.opening import open_topology
 from ratelimitd.cluster.redis.topology import TAGS
-from ratelimitd.errors import StoreClusterDownError, StoreUnavailableError
+from ratelimitd.errors import StoreClusterDownError, StoreSlowError, StoreUnavailableError
 from ratelimitd.settings.urls import Server, parse_redis_url
 from tests.chaos_proxy import ChaosProxy
 from tests.servers import ValkeyCluster, free_port
@@ -253,6 +253,44 @@ async def test_the_map_is_read_from_servers_that_answer_late(monkeypatch):
             last[0] = SLOTS - 1
             await soon(lambda: topology.connected)
             await topology.close()
+
+
+@pytest.mark.parametrize("luck", [0.0, 0.999])
+async def test_a_server_that_owes_an_answer_is_asked_for_the_map_last(luck):
+    asked_for, told_moved = [], []
+
+    async def serve(reader, writer, number):
+        while told := await reader.read(1_000):
+            if b"PING" in told:
+                writer.write(b"+PONG\r\n")
+            if b"SLOTS" in told:
+                asked_for.append(number)
+                half = SLOTS // 2
+                writer.write(slot_map((0, half - 1, silent), (half, SLOTS - 1, other)))
+            if b"GET" in told and number:
+                writer.write(b"+OK\r\n" if told_moved else b"-MOVED 9000 127.0.0.1:%d\r\n" % other)
+                told_moved.append(number)
+
+    async with (
+        serving(partial(serve, number=0)) as silent,
+        serving(partial(serve, number=1)) as other,
+    ):
+        options = LinkOptions(
+            timeout_s=0.01,
+            silence_s=60,
+            handshake=Handshake(wants_primary=False),
+            random=lambda: luck,
+        )
+        topology = ClusterTopology(parse_redis_url(f"redis+cluster://127.0.0.1:{other}"), options)
+        await topology.start()
+        assert topology.connected
+        late = topology.of_tag(tag_between(0, SLOTS // 2))
+        assert isinstance(await asked(late.send, (b"GET", b"k")), StoreSlowError)
+        asked_for.clear()
+        moved = topology.of_tag(tag_between(SLOTS // 2, SLOTS))
+        await asked(moved.send, (b"GET", b"k"))
+        await soon(lambda: asked_for == [1])
+        await topology.close()
 
 
 def tag_between(first, end):
