@@ -34,6 +34,10 @@ JITTER_US: Final = US_PER_S // 2
 _log = logging.getLogger(__name__)
 
 
+_NO_FAULT: Final = (StoreSlowError, StoreMovingError)
+"""Errors of a server that answers late or moves a slot, and serves others."""
+
+
 class StoreServer:
     """The breaker of one server.
 
@@ -98,8 +102,7 @@ class StoreServer:
 
     def refused(self, error: RateLimitdError) -> None:
         """Report that a batch with waiting checks failed."""
-        is_away = isinstance(error, StoreUnavailableError)
-        if is_away and not isinstance(error, (StoreSlowError, StoreMovingError)):
+        if isinstance(error, StoreUnavailableError) and not isinstance(error, _NO_FAULT):
             self._refuses_batches = True
         self.failed(error)
 
@@ -127,7 +130,7 @@ class StoreServer:
             self._counted_now = True
             self._timers.call_soon(self._end_iteration)
             self._stats.shared_state_errors_total += 1
-        if isinstance(error, StoreMovingError | StoreSlowError):
+        if isinstance(error, _NO_FAULT):
             return
         self._failed_now = True
         self._has_failed = True

@@ -406,16 +406,11 @@ def _text_field(tag: bytes, text: str) -> bytes:
 def _parts(several: Sequence[Scope]) -> Sequence[_Parts]:
     entries = [_entry(scope) for scope in several]
     within = [(place, *_within(entry)) for place, entry in enumerate(entries)]
-    return tuple(
-        [
-            (
-                _rule_part(scope),
-                entry,
-                (first, *[one for one in within if one is not first]) if within[1:] else (),
-            )
-            for scope, entry, first in zip(several, entries, within, strict=True)
-        ]
-    )
+    parts = []
+    for scope, entry, first in zip(several, entries, within, strict=True):
+        others = [one for one in within if one is not first]
+        parts.append((_rule_part(scope), entry, (first, *others) if others else ()))
+    return parts
 
 
 def _entry(scope: Scope) -> tuple[bytes, bytes, bytes]:

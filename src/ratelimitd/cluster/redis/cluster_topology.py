@@ -179,8 +179,8 @@ class ClusterTopology:
         connected = connected[start:] + connected[:start]
         # Late servers are asked last: one that is away answers nothing until its connection is given up. A server that
         # answers CLUSTERDOWN may be cut off from the others, and so may its map.
-        connected.sort(key=lambda server: self._links[server].is_late)
-        connected.sort(key=lambda server: self._links[server].reports_cluster_down)
+        links = self._links
+        connected.sort(key=lambda one: (links[one].reports_cluster_down, links[one].is_late))
         for link in self._links.values():
             link.reports_cluster_down = False
         failure: RateLimitdError = StoreUnavailableError("no server of the Cluster answers")
