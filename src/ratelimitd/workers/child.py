@@ -96,7 +96,7 @@ class ChecksGuard:
         """Send the command to a new worker, now or when checks are closed."""
         self._writers.add(writer)
         if self._is_closed:
-            writer.write(protocol.GUARD)
+            _send(writer, protocol.GUARD)
 
     def discard(self, writer: asyncio.StreamWriter) -> None:
         """Forget a worker that ended."""
@@ -106,7 +106,7 @@ class ChecksGuard:
         """Send the command to all workers."""
         self._is_closed = True
         for writer in self._writers:
-            writer.write(protocol.GUARD)
+            _send(writer, protocol.GUARD)
 
 
 class WorkerProcess(ChildProcess):
@@ -165,7 +165,7 @@ class WorkerProcess(ChildProcess):
         except OSError as error:
             message = f"a worker cannot be started: {error.strerror}"
             raise StartupError(message) from error
-        writer.write(protocol.settings_message(settings))
+        _send(writer, protocol.settings_message(settings))
         guard.add(writer)
         return cls(process, reader, writer, guard=guard, on_report=on_report)
 
@@ -177,8 +177,7 @@ class WorkerProcess(ChildProcess):
 
     async def ready(self) -> None:
         """Let it listen, and wait until it reports that it answers calls, or ends."""
-        if not self._listening.done():
-            self._writer.write(protocol.LISTEN)
+        _send(self._writer, protocol.LISTEN)
         await self._settled.wait()
         if not self._is_ready:
             raise StartupError(self.reason)
@@ -205,7 +204,7 @@ class WorkerProcess(ChildProcess):
         if self._listening.done():
             answer.set_result(None)
         else:
-            self._writer.write(question)
+            _send(self._writer, question)
         return answer
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
@@ -247,6 +246,13 @@ class WorkerProcess(ChildProcess):
             self._on_report(report)
             self._report.set_result(report)
             self._report = None
+
+
+def _send(writer: asyncio.StreamWriter, message: bytes) -> None:
+    """Write to a process; no effect once its socket is closed, which happens before its end is noticed."""
+    # asyncio ignores such a write, uvloop raises RuntimeError.
+    if not writer.is_closing():
+        writer.write(message)
 
 
 async def _spawn(

@@ -16,6 +16,9 @@ from tests.fake_worker import ANSWERING, command
 
 SETTINGS = Settings.load({}, {"NODE_ID": "n/0"})
 ALLOWED = "rate_limiter_requests_allowed_total"
+ON_EACH_LOOP = pytest.mark.parametrize(
+    "new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
 
 
 @pytest.fixture
@@ -56,9 +59,7 @@ async def test_a_prepared_worker_waits_for_the_command_to_listen(start):
         await worker.ready()
 
 
-@pytest.mark.parametrize(
-    "new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
-)
+@ON_EACH_LOOP
 def test_a_worker_that_ends_before_the_command_to_listen_reports_why(new_loop):
     async def go():
         program = 'say("prepared")\nsay("failed", "no room")\nsys.exit(1)'
@@ -170,6 +171,36 @@ async def test_a_worker_that_has_ended_gives_no_answer(start):
     assert await worker.ended() == -signal.SIGKILL
     assert await worker.report() is None
     assert await worker.readiness() is None
+
+
+class WatchedGuard(ChecksGuard):
+    """Signals that a worker's socket was read to its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = asyncio.Event()
+
+    def discard(self, writer):
+        super().discard(writer)
+        self.left.set()
+
+
+@ON_EACH_LOOP
+def test_requests_between_the_end_of_the_socket_and_of_the_process_get_no_answer(new_loop):
+    async def ask():
+        guard = WatchedGuard()
+        program = command("ready()\nsock.shutdown(socket.SHUT_RDWR)\nsignal.pause()")
+        worker = await WorkerProcess.start(SETTINGS, guard, lambda _: None, program)
+        await worker.ready()
+        await guard.left.wait()
+        questions = [asyncio.ensure_future(ask()) for ask in (worker.report, worker.readiness)]
+        await asyncio.sleep(0)
+        worker.kill()
+        assert await asyncio.gather(*questions) == [None, None]
+        await worker.ended()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(ask())
 
 
 async def test_requests_open_at_the_end_get_no_answer(start):
