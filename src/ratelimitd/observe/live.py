@@ -51,6 +51,9 @@ STEPS_UNSEEN: Final = 2
 FRESH_US: Final = 3_000_000
 """Maximum age of the statuses for a newly opened page."""
 
+READ_S: Final = 1.0
+"""Longest wait for statuses: pages and the history go on with the last ones while the store hangs."""
+
 STATUSES_PER_ITERATION: Final = 20
 """Statuses parsed per event-loop iteration, in less than 1 ms."""
 
@@ -232,8 +235,9 @@ class Live:
         others = self._others
         others.read_at_us = self._clock.monotonic_us()
         try:
-            found = await self._board.read()
-        except RateLimitdError:
+            async with asyncio.timeout(READ_S):
+                found = await self._board.read()
+        except (RateLimitdError, TimeoutError):
             # Keep the last statuses, which age. Other components already report that the store is unavailable.
             others.read_failed = True
             return

@@ -1,3 +1,4 @@
+import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.cluster.node import SharedStateStatus
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreUnavailableError
+from ratelimitd.observe import live
 from ratelimitd.observe.denials import TOP, TOP_UNMATCHED, Denials, DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.history import SAMPLE_S, SPANS, Sample
@@ -53,10 +55,11 @@ def status_of(node_id: str = "n1", *, at_ms=0, allowed_per_s=1.0, **fields) -> N
 
 
 class Board:
-    """The statuses of other nodes; ``error``: the store is unavailable."""
+    """The statuses of other nodes; ``error``: the store is unavailable; ``hangs``: it never answers."""
 
     def __init__(self):
         self.found, self.published, self.reads, self.error, self.noted = {}, [], 0, None, 0
+        self.hangs = False
 
     def note_members(self):
         self.noted += 1
@@ -68,6 +71,8 @@ class Board:
         self.reads += 1
         if self.error:
             raise self.error
+        if self.hangs:
+            await asyncio.Event().wait()
         return self.found
 
 
@@ -235,6 +240,16 @@ async def test_opened_page_reads_statuses_unless_recent(scene):
     scene.clock.advance(seconds=4)
     await scene.live.refresh()
     assert scene.board.reads == 2
+
+
+async def test_a_store_that_hangs_does_not_delay_the_view(scene, monkeypatch):
+    scene.other("n2")
+    await scene.live.refresh()
+    monkeypatch.setattr(live, "READ_S", 0)
+    scene.board.hangs = True
+    await scene.steps(2)
+    overview = scene.live.overview()
+    assert (ids_of(overview), overview.stale_s) == (["n1", "n2"], 2 * SAMPLE_S)
 
 
 async def test_no_node_counts_as_gone_while_the_store_is_unavailable(scene):
