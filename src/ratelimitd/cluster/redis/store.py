@@ -382,7 +382,9 @@ class RedisStore:
         """Settle, extend or withdraw a hold whose record is under ``tag``; idempotent."""
         keys, arguments = step_request(tag, call)
         stepped = partial(_answer, done, partial(step_reply, call))
-        self._topology.of_tag(tag).run(HOLD_STEP, keys, arguments, stepped, 1 + len(call.names))
+        weight = 1 + len(call.names)
+        # Nobody waits for it before a request: a late answer is better than an error.
+        self._topology.of_tag(tag).run(HOLD_STEP, keys, arguments, stepped, weight, is_patient=True)
 
     def reset(
         self,

@@ -16,6 +16,7 @@ from ratelimitd.errors import (
     StoreUnavailableError,
 )
 from ratelimitd.ledger.protocol import Sender
+from ratelimitd.ledger.shared_holds import Step, StepCall, Stepped
 from ratelimitd.ledger.shared_state import STORE_TIME, Ask, SharedState, StoreCheck, Update
 from ratelimitd.model import LIMIT_EXCEEDED, WITHIN_LIMIT, Algorithm, IdentifierType, Rule
 from ratelimitd.settings.urls import parse_redis_url
@@ -274,6 +275,8 @@ async def test_late_answers_are_taken_unless_a_check_waits_for_them(valkey):
         # Once, although the server says late that it does not know the script.
         assert await asked(store.reset, NAME, RULE, 5) == SharedState(5, 3, 10)
         assert await asked(store.probe, 7) is None
+        settle = StepCall(Step.SETTLE, b"n" * 16, [NAME])
+        assert (await asked(store.step_hold, NAME[0], settle)).stepped is Stepped.UNKNOWN
         assert await asked(store.read_statuses, ["n1/a"]) == [None]
         assert (await beat(store, "n1/a"))[2] == ("n1/a",)
         assert isinstance(await first_check(store), StoreSlowError)
