@@ -294,6 +294,7 @@ class Sender:
         if self._stream_window(stream) + increment > MAX_WINDOW_BYTES:
             raise StreamFailureError(ErrorCode.FLOW_CONTROL_ERROR, Cause.FLOW_CONTROL)
         stream.send_credit += increment
+        # equivalent: a flush sends nothing of a stream without a window
         if not stream.pending or self._stream_window(stream) <= 0:
             return []
         self._waiting[stream_id] = stream

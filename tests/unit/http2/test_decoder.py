@@ -512,13 +512,13 @@ def test_a_block_that_is_not_followed_is_left_unread(block):
         POST + b"\x40\x81\x07\x01v",  # a name in Huffman code
         literal(b"k", b"v") + literal(b"k", b"v"),
         b"\x20" + POST + TIMEOUT,
-        POST + b"\x7f\x00\x01v",
+        POST + b"\x7f\x02\x01v",  # an index of two octets, the second of which may be taken for a length
         POST + literal(b"k", b"v") + b"\x00\x01k\x01v",
     ],
     ids=bytes.hex,
 )
 def test_only_a_run_of_indexes_and_a_literal_with_indexing_is_followed(block):
-    decoder = with_entries(3)
+    decoder = with_entries(5)
     after(block, decoder=decoder)
     assert decoder.follow(block) is None
 
