@@ -45,6 +45,8 @@ class Part(NamedTuple):
 SCRIPTS: Final = (
     "tests/conformance/test_store_scripts.py",
     "tests/property/test_scripts_against_the_ledger.py",
+    "tests/property/test_strict_checks_on_several_buckets.py",
+    "tests/property/test_hold_scripts_against_the_model.py",
 )
 
 PARTS: Final = {
