@@ -76,6 +76,26 @@ def test_a_denied_cost_above_the_limit_reports_the_length_of_the_month(cluster, 
         assert cluster[0].check(endpoint, "ada").allowed
 
 
+def test_the_longest_delay_of_costs_above_the_limits_is_found_among_months_and_windows(
+    cluster, endpoint
+):
+    month = pb.Limit(limit=LIMIT, algorithm="fixed_window", period=pb.MONTH)
+    quarter = pb.Limit(name="quarter", limit=LIMIT, algorithm="sliding_window")
+    quarter.window_seconds = 90 * 86_400
+    endpoint += "/quarter"
+    cluster.nodes.rule(endpoint=endpoint, limits=[month, quarter], algorithm="fixed_window")
+    request = pb.RateLimitRequest(
+        identifier="ada", identifier_type="user", endpoint=endpoint, tokens_requested=LIMIT + 1
+    )
+    checked = cluster[0].checks.CheckRateLimit(request, timeout=START_S)
+    explained = cluster[0].node.ExplainRateLimit(request, timeout=START_S).answer
+    for answer in (checked, explained):
+        assert (answer.limit_name, answer.retry_after_seconds) == (
+            "quarter",
+            quarter.window_seconds,
+        )
+
+
 def test_a_reset_frees_the_month_on_every_node(cluster, endpoint):
     spend(cluster, endpoint, 2 * LIMIT)
     request = pb.ResetRequest(identifier="ada", identifier_type="user", endpoint=endpoint)

@@ -83,18 +83,19 @@ def passes(limits: Sequence[Limit], outcomes: Sequence[Outcome]) -> bool:
 def deciding(limits: Sequence[Limit], outcomes: Sequence[Outcome]) -> int:
     """Return the index of the outcome that answers the check.
 
-    Enforced limits precede observing ones, and denials precede allowed outcomes. Then the longest retry delay of a
-    denial decides, or the smallest remaining part of the capacity; among equals the first.
+    Enforced limits precede observing ones, and their denials precede allowed outcomes. Then the longest retry delay of
+    such a denial decides, or the smallest remaining part of the capacity; among equals the first.
     """
     found, best, best_limit = 0, outcomes[0], limits[0]
     for place in range(1, len(outcomes)):
         outcome, limit = outcomes[place], limits[place]
         if limit.enforcement is not best_limit.enforcement:
             is_before = limit.enforcement is ENFORCE
+        elif (outcome[0] and best[0]) or limit.enforcement is not ENFORCE:
+            # What only observing limits judge is allowed.
+            is_before = outcome[1] * best_limit.capacity < best[1] * limit.capacity
         elif outcome[0] != best[0]:
             is_before = not outcome[0]
-        elif outcome[0]:
-            is_before = outcome[1] * best_limit.capacity < best[1] * limit.capacity
         else:
             is_before = outcome[3] > best[3]
         if is_before:

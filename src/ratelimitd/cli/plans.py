@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -22,7 +23,7 @@ from ratelimitd.cli.options import group
 from ratelimitd.cli.output import as_dict, progress
 from ratelimitd.cli.rules import EtagOption
 from ratelimitd.errors import FieldViolation, InvalidInputError
-from ratelimitd.model import EVERYBODY, RESERVED_PLANS, TYPE_NAME
+from ratelimitd.model import EVERYBODY, RESERVED_PLANS, TYPE_NAME, IdentifierType
 from ratelimitd.rules.assignments import MAX_ASSIGNMENTS, expire_time_of, violations
 from ratelimitd_client import NodeClient
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -171,9 +172,13 @@ def import_file(
     Example:
       ratelimitd plans import plans.csv
     """
-    rows = read_file(file, time.time())
+    rows, wrong = read_file(file, time.time())
     with target.client() as client:
-        _require_declared(client, rows, file)
+        wrong += _undeclared(client, rows)
+        if wrong:
+            details = [f"line {line}: {text}" for line, text in sorted(wrong, key=itemgetter(0))]
+            message = f"{file}: nothing was assigned, because of invalid rows:"
+            raise CliError(message, details=details)
         with progress("assigning", -(-len(rows) // BATCH)) as step:
             for start in range(0, len(rows), BATCH):
                 try:
@@ -193,12 +198,16 @@ class Row(NamedTuple):
     assignment: pb.Assignment
 
 
-def read_file(file: Path, now_s: float) -> Sequence[Row]:
-    """Return the rows of a file.
+Wrong = list[tuple[int, str]]
+"""What is wrong with the rows of a file: the line at which one ends, and its field with a description."""
+
+
+def read_file(file: Path, now_s: float) -> tuple[Sequence[Row], Wrong]:
+    """Return the valid rows of a file, and what is wrong with the others.
 
     Raises:
         UsageError: the file cannot be read.
-        CliError: the format or rows are invalid; ``details`` name each with its line and field.
+        CliError: the header is invalid.
     """
     with (
         readable(file),
@@ -208,9 +217,9 @@ def read_file(file: Path, now_s: float) -> Sequence[Row]:
         return _rows(csv.DictReader(stream, strict=True), file, now_s)
 
 
-def _rows(reader: csv.DictReader[str], file: Path, now_s: float) -> Sequence[Row]:
+def _rows(reader: csv.DictReader[str], file: Path, now_s: float) -> tuple[Sequence[Row], Wrong]:
     rows: list[Row] = []
-    wrong: list[str] = []
+    wrong: Wrong = []
     seen: dict[tuple[str, str], int] = {}
     try:
         names = reader.fieldnames or ()
@@ -224,20 +233,19 @@ def _rows(reader: csv.DictReader[str], file: Path, now_s: float) -> Sequence[Row
             try:
                 assignment = _assignment(values, now_s)
             except InvalidInputError as error:
-                wrong += (f"line {line}: {named}: {text}" for named, text in error.violations)
+                wrong += ((line, f"{named}: {text}") for named, text in error.violations)
                 continue
             rows.append(Row(line, assignment))
             identity = assignment.identity
             first = seen.setdefault((identity.identifier_type, identity.identifier), line)
             if first != line:
-                wrong.append(f"line {line}: identifier: is the same as in line {first}")
+                wrong.append((line, f"identifier: is the same as in line {first}"))
     except csv.Error as error:
-        wrong.append(f"line {reader.reader.line_num}: {error}")
+        wrong.append((reader.reader.line_num, str(error)))
     if len(rows) > MAX_ASSIGNMENTS:
-        wrong.append(f"{len(rows)} rows exceed the {MAX_ASSIGNMENTS} assignments that a node holds")
-    if wrong:
-        raise _refusal(file, wrong)
-    return rows
+        text = f"{len(rows)} rows exceed the {MAX_ASSIGNMENTS} assignments that a node holds"
+        wrong.append((rows[-1].line, text))
+    return rows, wrong
 
 
 @dataclass
@@ -282,30 +290,27 @@ def _assignment(values: dict[str | Any, str | Any], now_s: float) -> pb.Assignme
     return pb.Assignment(identity=identity, plan=plan, expire_time=expire_time, note=note)
 
 
-def _require_declared(client: NodeClient, rows: Sequence[Row], file: Path) -> None:
-    """Refuse a file with identifier types that the node does not declare.
+def _undeclared(client: NodeClient, rows: Sequence[Row]) -> Wrong:
+    """Return the rows of identifier types that the node does not declare.
 
     Lists each type, so that the node reports it before anything is assigned.
     """
     undeclared = set()
-    for kind in sorted({row.assignment.identity.identifier_type for row in rows}):
+    for kind in sorted(
+        {row.assignment.identity.identifier_type for row in rows} - {*IdentifierType}
+    ):
         try:
             client.list_assignments(pb.ListAssignmentsRequest(identifier_type=kind, page_size=1))
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
                 raise
             undeclared.add(kind)
-    wrong = [
-        f"line {row.line}: identifier_type: {row.assignment.identity.identifier_type} is not declared by the node"
-        for row in rows
-        if row.assignment.identity.identifier_type in undeclared
+    kinds = ((row.line, row.assignment.identity.identifier_type) for row in rows)
+    return [
+        (line, f"identifier_type: {kind} is not declared by the node")
+        for line, kind in kinds
+        if kind in undeclared
     ]
-    if wrong:
-        raise _refusal(file, wrong)
-
-
-def _refusal(file: Path, wrong: Sequence[str]) -> CliError:
-    return CliError(f"{file}: nothing was assigned, because of invalid rows:", details=wrong)
 
 
 def _written(rows: Sequence[Row], start: int) -> str:

@@ -20,11 +20,14 @@ from ratelimitd.model import (
 )
 
 
-def with_full_window(outcome: Outcome, scope: Scope) -> Outcome:
-    """Return an outcome with the length of a calendar window, which the shared state does not know."""
-    if outcome[4] is COST_EXCEEDS_LIMIT and scope.rule_limit.calendar is not None:
-        return (*outcome[:3], scope.limit.full_after_s, *outcome[4:])
-    return outcome
+def with_full_windows(outcomes: Sequence[Outcome], scopes: Sequence[Scope]) -> Sequence[Outcome]:
+    """Return outcomes with the lengths of calendar windows, which the shared state does not know."""
+    return [
+        (*outcome[:3], scope.limit.full_after_s, *outcome[4:])
+        if outcome[4] is COST_EXCEEDS_LIMIT and scope.rule_limit.calendar is not None
+        else outcome
+        for outcome, scope in zip(outcomes, scopes, strict=True)
+    ]
 
 
 def passed(outcome: Outcome) -> Outcome:
@@ -46,14 +49,13 @@ def decision_of(  # noqa: PLR0917 -- what :meth:`Limiter.judge` returns, and bes
     statuses += scope.passed_over
     limits = tuple(statuses) if len(statuses) > 1 else ()
     decides = scopes[first]
-    numbers = with_full_window(outcome, decides)[:5]
-    return Decision(*numbers, decides.rule, decides.rule_limit, limits, wait_ms, decides.plan)
+    return Decision(*outcome[:5], decides.rule, decides.rule_limit, limits, wait_ms, decides.plan)
 
 
 def statuses_of(scopes: Sequence[Scope], outcomes: Sequence[Outcome]) -> list[LimitStatus]:
     """Return the status of each limit."""
     return [
-        LimitStatus(*with_full_window(judged, one)[:5], one.rule, one.rule_limit, one.plan)
+        LimitStatus(*judged[:5], one.rule, one.rule_limit, one.plan)
         for judged, one in zip(outcomes, scopes, strict=True)
     ]
 

@@ -9,7 +9,13 @@ from typing import Final, cast
 
 from ratelimitd.algorithms.several import deciding
 from ratelimitd.errors import StoreUnavailableError
-from ratelimitd.limiter.answers import decision_of, explained_by, passed, statuses_of
+from ratelimitd.limiter.answers import (
+    decision_of,
+    explained_by,
+    passed,
+    statuses_of,
+    with_full_windows,
+)
 from ratelimitd.limiter.interfaces import RemoteBuckets
 from ratelimitd.limiter.limiter import Limiter, proceeding_later
 from ratelimitd.limiter.scopes import Scope, Unjudged, charges_of, identifiers_of
@@ -89,6 +95,7 @@ class DryRun:
                 if isinstance(one, Exception):
                     raise one
                 outcomes.append(one)
+        outcomes = with_full_windows(outcomes, scopes)
         first = deciding([one.limit for one in scopes], outcomes)
         judged, decides = outcomes[first], scopes[first]
         allowed = judged[0] or decides.would_deny is not None

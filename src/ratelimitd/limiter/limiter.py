@@ -27,7 +27,7 @@ from ratelimitd.errors import (
     StoreOverloadedError,
     StoreUnavailableError,
 )
-from ratelimitd.limiter.answers import decision_of, passed
+from ratelimitd.limiter.answers import decision_of, passed, with_full_windows
 from ratelimitd.limiter.interfaces import Buckets, Journal, Recorder, RemoteBuckets
 from ratelimitd.limiter.scopes import (
     Blocked,
@@ -375,6 +375,7 @@ class Limiter:
         self, identifiers: Sequence[bytes], scope: Scope, outcomes: Sequence[Outcome]
     ) -> tuple[int, Outcome, Sequence[Outcome]]:
         """Count a check by the outcomes of its limits; return as :meth:`judge`."""
+        outcomes = with_full_windows(outcomes, scope.several)
         first = deciding(scope.limits, outcomes)
         outcome, decides = outcomes[first], scope.several[first]
         if scope.observes and (outcome[0] or decides.would_deny is not None):

@@ -91,6 +91,14 @@ class TestObserving:
         assert passes([more, self.OBSERVED], outcomes)
         assert deciding([more, self.OBSERVED], outcomes) == 1
 
+    def test_of_observing_limits_alone_the_smallest_remaining_part_decides_as_of_any_allowed_check(
+        self,
+    ):
+        more = replace(HOUR, enforcement=Enforcement.OBSERVE)
+        outcomes = decided((None, self.OBSERVED), ((5, NOW_US), more), cost=4)
+        assert [found[:2] for found in outcomes] == [(False, 3), (True, 1)]
+        assert deciding([self.OBSERVED, more], outcomes) == 1
+
 
 def test_the_remaining_part_is_relative_to_the_burst():
     steady = Limit(limit=3, window_seconds=60, algorithm=Algorithm.TOKEN_BUCKET)

@@ -203,9 +203,21 @@ def test_undeclared_type_is_reported_before_anything_is_assigned(imported, node)
     assert node.methods() == ["ListAssignments"]
 
 
+def test_undeclared_types_are_reported_with_all_other_invalid_rows(imported, node):
+    node.error = status(grpc.StatusCode.INVALID_ARGUMENT, "identifier_type: must be one of …")
+    ended = imported(HEADER + "tenant,t,pro,,\nuser,,pro,,\ntenant,u,pro,,\n")
+    lines = [tuple(line.strip().split(": ")[:2]) for line in ended.err.splitlines()[1:]]
+    assert lines == [
+        ("line 2", "identifier_type"),
+        ("line 3", "identifier"),
+        ("line 4", "identifier_type"),
+    ]
+    assert node.methods() == ["ListAssignments"]
+
+
 def test_failed_call_reports_the_rows_assigned_before(imported, node):
     node.error = status(grpc.StatusCode.RESOURCE_EXHAUSTED, "there are 2 assignments")
-    node.errors_after = 2
+    node.errors_after = 1
     rows = "".join(f"user,u{number},pro,,\n" for number in range(BATCH + 1))
     ended = imported(HEADER + rows)
     assert ended.status == 1
