@@ -174,7 +174,11 @@ def import_file(
     """
     rows, wrong = read_file(file, time.time())
     with target.client() as client:
-        wrong += _undeclared(client, rows)
+        try:
+            wrong += _undeclared(client, rows)
+        except grpc.RpcError:
+            if not wrong:
+                raise
         if wrong:
             details = [f"line {line}: {text}" for line, text in sorted(wrong, key=itemgetter(0))]
             message = f"{file}: nothing was assigned, because of invalid rows:"

@@ -215,6 +215,16 @@ def test_undeclared_types_are_reported_with_all_other_invalid_rows(imported, nod
     assert node.methods() == ["ListAssignments"]
 
 
+def test_invalid_rows_are_reported_also_without_a_node(imported, node):
+    node.error = status(grpc.StatusCode.UNAVAILABLE, "no node")
+    ended = imported(HEADER + "tenant,t,pro,,\nuser,,pro,,\n")
+    assert ended.status == 1
+    assert "line 3: identifier: " in ended.err
+    node.error = status(grpc.StatusCode.UNAVAILABLE, "no node")
+    ended = imported(HEADER + "tenant,t,pro,,\n")
+    assert (ended.status, "no node" in ended.err) == (1, True)
+
+
 def test_failed_call_reports_the_rows_assigned_before(imported, node):
     node.error = status(grpc.StatusCode.RESOURCE_EXHAUSTED, "there are 2 assignments")
     node.errors_after = 1
