@@ -26,10 +26,7 @@ from tests.named_tokens import digest_of, entry, token_of, write
 from tests.servers import Valkey, free_port
 from tests.system.process import NEVER_ENDING_S, START_S, Files, one_line, until
 
-pytestmark = [
-    pytest.mark.system,
-    pytest.mark.timeout(180),
-]  # a busy machine starts processes slowly
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]  # processes start slowly
 
 LIMIT = 20
 BOOK = f"""
