@@ -375,7 +375,8 @@ class Limiter:
         self, identifiers: Sequence[bytes], scope: Scope, outcomes: Sequence[Outcome]
     ) -> tuple[int, Outcome, Sequence[Outcome]]:
         """Count a check by the outcomes of its limits; return as :meth:`judge`."""
-        outcomes = with_full_windows(outcomes, scope.several)
+        if self.shared is not None:
+            outcomes = with_full_windows(outcomes, scope.several)
         first = deciding(scope.limits, outcomes)
         outcome, decides = outcomes[first], scope.several[first]
         if scope.observes and (outcome[0] or decides.would_deny is not None):
