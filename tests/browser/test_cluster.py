@@ -10,10 +10,7 @@ from tests.browser.conftest import ADMIN_TOKEN, log_in
 from tests.chaos_proxy import ChaosProxy
 from tests.cluster.nodes import Nodes
 from tests.servers import Valkey
-from tests.system.process import Files
-
-PATIENT = ("--redis-timeout-ms", "1000")
-"""For the tests of no fault: a store that a busy machine delays does not make nodes fail open."""
+from tests.system.process import PATIENT, Files
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]  # many pages each
 

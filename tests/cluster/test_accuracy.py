@@ -14,6 +14,7 @@ from tests.cluster.admissions import entitled, excess, tokens
 from tests.cluster.load import bursts, draining, offer, steady
 from tests.cluster.nodes import Nodes
 from tests.servers import Valkey
+from tests.system.process import PATIENT
 
 BUCKET, SLIDING, FIXED = Algorithm.TOKEN_BUCKET, Algorithm.SLIDING_WINDOW, Algorithm.FIXED_WINDOW
 
@@ -88,7 +89,7 @@ SETTINGS = {
     # A long timeout: a machine that is busy with its own load must not look like an outage of the shared state.
     "patient": ["--redis-timeout-ms", "200"],
     "tight": ["--accuracy", "tight", "--redis-timeout-ms", "200"],
-    "strict": ["--consistency", "strict", "--redis-timeout-ms", "1000"],
+    "strict": ["--consistency", "strict", *PATIENT],
 }
 
 

@@ -15,6 +15,7 @@ from tests.cluster.admissions import Log, excess, tokens
 from tests.cluster.load import offer, steady
 from tests.cluster.nodes import Nodes
 from tests.servers import Valkey
+from tests.system.process import PATIENT
 
 COUNT = 3
 LOAD = 4
@@ -38,7 +39,7 @@ LIMITS = {
 }
 SETTINGS = {
     "eventual": ["--redis-timeout-ms", "200"],
-    "strict": ["--consistency", "strict", "--redis-timeout-ms", "1000"],
+    "strict": ["--consistency", "strict", *PATIENT],
 }
 
 

@@ -12,7 +12,7 @@ import yaml
 from tests.deploy.monitoring import ROOT
 from tests.deploy.settings import settings_with
 from tests.servers import Valkey, until
-from tests.system.process import Files
+from tests.system.process import PATIENT, Files
 
 COMPOSE = ROOT / "deploy/compose/compose.yaml"
 DIRECTORY = COMPOSE.parent
@@ -91,8 +91,7 @@ def test_the_user_of_the_nodes_has_the_permissions_that_the_documentation_names(
 def test_a_node_with_these_secrets_has_a_shared_state(secrets, tmp_path):
     with Valkey(tmp_path / "valkey", "--aclfile", str(secrets / "valkey_users")) as valkey:
         url = (secrets / "redis_url").read_text().replace("valkey:6379", valkey.address)
-        patient = ("--redis-timeout-ms", "1000")
-        with Files(tmp_path).serving("--redis-url", url, *patient) as node:
+        with Files(tmp_path).serving("--redis-url", url, *PATIENT) as node:
             until(lambda: node.metric("rate_limiter_cluster_nodes") == 1, "it is a member")
             assert node.metric("rate_limiter_shared_state_up") == 1
             assert node.metric("rate_limiter_redis_errors_total") == 0

@@ -11,14 +11,12 @@ from tests.cluster.nodes import Nodes
 from tests.examples.shops import command_of, running_shop
 from tests.examples.test_llm_gateway import EXAMPLE, spent, stream
 from tests.servers import Valkey, until
+from tests.system.process import PATIENT
 
 TENANTS, STREAMS_EACH = 50, 10
 MONTH = 5_000_000
 LONGEST = 60
 TOKEN_S = 0.05
-
-PATIENT = ("--redis-timeout-ms", "1000")
-"""On a busy machine 500 holds at once must not fail open."""
 
 MADE = r'rate_limiter_holds_total\{event="made"\}'
 

@@ -29,6 +29,9 @@ _ADMINISTERED = {"--admin-token", "--admin-token-file", "--admin-sans", "--loopb
 START_S = 30.0
 """Longest wait for a start or an end: far above what they take, so that only a hang fails."""
 
+PATIENT = ("--redis-timeout-ms", "1000")
+"""For the tests of no fault of the store: one that a busy machine delays does not make nodes fail open."""
+
 NEVER_ENDING_S = 2**31 - 1
 """A window that began in 1970 and ends in 2038: no test meets its edge."""
 

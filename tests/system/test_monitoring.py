@@ -11,7 +11,7 @@ import pytest
 
 from tests.deploy.monitoring import ALERT_TESTS, ALERTS, ROOT, alerts, dashboard_queries, metrics_in
 from tests.servers import Valkey, until
-from tests.system.process import START_S, Files
+from tests.system.process import PATIENT, START_S, Files
 from tests.system.prometheus import Prometheus, program
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
@@ -53,7 +53,7 @@ def nodes(directory, valkey):
     shared = [
         *("--redis-url", valkey.url, "--database-url", book),
         # A busy machine makes nothing late, and the breaker tries again soon.
-        *("--redis-timeout-ms", "1000", "--breaker-recovery-s", "1"),
+        *(*PATIENT, "--breaker-recovery-s", "1"),
     ]
     arguments = {"one": shared, "crew": [*shared, "--workers", "2"], "alone": []}
     with contextlib.ExitStack() as stack:

@@ -10,7 +10,7 @@ import pytest
 
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
-from tests.system.process import START_S, one_line, until
+from tests.system.process import PATIENT, START_S, one_line, until
 from tests.system.test_workers import (
     LIMIT,
     check,
@@ -28,10 +28,8 @@ pytestmark = pytest.mark.system
 LISTENS = "0A"
 """State of a TCP socket in /proc."""
 
-PATIENT = ("--redis-timeout-ms", "1000", "--breaker-recovery-s", "1")
-"""On a busy machine the store may take longer than is waited for in service."""
-
-STRICT = (*PATIENT, "--consistency", "strict")
+OPTIONS = (*PATIENT, "--breaker-recovery-s", "1")
+STRICT = (*OPTIONS, "--consistency", "strict")
 
 
 @pytest.fixture
@@ -122,7 +120,7 @@ def test_nobody_else_reaches_the_private_valkey(files, several):
 
 
 @pytest.mark.parametrize(
-    ("options", "most"), [(STRICT, LIMIT), (PATIENT, 1.51 * LIMIT)], ids=["strict", "eventual"]
+    ("options", "most"), [(STRICT, LIMIT), (OPTIONS, 1.51 * LIMIT)], ids=["strict", "eventual"]
 )
 def test_what_was_settled_survives_a_kill_of_a_worker_and_of_the_private_valkey(
     files, several, options, most

@@ -24,10 +24,11 @@ from ratelimiter.v1 import ratelimiter_pb2 as pb
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 from tests.named_tokens import digest_of, entry, token_of, write
 from tests.servers import Valkey, free_port
-from tests.system.process import NEVER_ENDING_S, START_S, Files, one_line, until
+from tests.system.process import NEVER_ENDING_S, PATIENT, START_S, Files, one_line, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]  # processes start slowly
 
+EXACT = ("--consistency", "strict", *PATIENT)
 LIMIT = 20
 BOOK = f"""
 rules:
@@ -109,9 +110,7 @@ def runs(pid):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_workers_on_one_port_share_a_limit_and_are_one_node_to_a_scraper(files, several, transport):
-    # On a busy machine the shared state may take longer than is waited for in service.
-    exact = ("--consistency", "strict", "--redis-timeout-ms", "1000")
-    with files.serving(*several, *exact, "--transport", transport) as node:
+    with files.serving(*several, *EXACT, "--transport", transport) as node:
         assert node.node_id == "n"
         assert sorted(workers_of(node)) == ["n/0", "n/1"]
         asked, allowed = Counter(), Counter()
@@ -160,9 +159,8 @@ def test_callers_that_wait_for_the_port_come_to_all_workers(files, several, tran
 
 
 def test_checks_in_json_reach_the_workers_through_their_parent_and_share_the_limit(files, several):
-    exact = ("--consistency", "strict", "--redis-timeout-ms", "1000")
     sent = {"identifier": "u", "identifier_type": "user", "endpoint": "/scarce"}
-    with files.serving(*several, *exact) as node, httpx.Client(timeout=START_S) as client:
+    with files.serving(*several, *EXACT) as node, httpx.Client(timeout=START_S) as client:
         page = f"http://{node.http_address}"
         answers = [client.post(f"{page}/v1/check", json=sent) for _ in range(LIMIT + 2)]
         assert [answer.status_code for answer in answers] == [200] * LIMIT + [429] * 2
@@ -178,7 +176,7 @@ def test_checks_in_json_reach_the_workers_through_their_parent_and_share_the_lim
         assert client.get(f"{page}/openapi.json").json()["openapi"].startswith("3.1")
 
 
-AS_CALLERS_SAY = ("--timestamps", "caller", "--redis-timeout-ms", "1000")
+AS_CALLERS_SAY = ("--timestamps", "caller", *PATIENT)
 
 
 def test_strict_workers_answer_the_conformance_vectors(files, several, capfd):

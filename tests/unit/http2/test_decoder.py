@@ -512,6 +512,7 @@ def test_a_block_that_is_not_followed_is_left_unread(block):
         POST + b"\x40\x81\x07\x01v",  # a name in Huffman code
         literal(b"k", b"v") + literal(b"k", b"v"),
         b"\x20" + POST + TIMEOUT,
+        POST + b"\x7f\x00\x01v",
         POST + b"\x7f\x02\x01v",  # the second octet of the index may be taken for a length
         POST + literal(b"k", b"v") + b"\x00\x01k\x01v",
     ],
