@@ -42,6 +42,8 @@ DAY = pb.Limit(name="day", limit=9, window_seconds=86_400, algorithm="fixed_wind
 
 SPENT_DAY = pb.Limit(name="day", limit=-1, window_seconds=86_400, algorithm="fixed_window")
 
+NO_NUMBERS = {"limit": 0, "window_seconds": 0, "algorithm": ""}
+
 
 def limit_of(name, **fields):
     valid = {"limit": 1, "window_seconds": 1, "algorithm": "fixed_window"}
@@ -447,6 +449,10 @@ async def test_an_overflowing_cost_inside_a_batch_is_a_malformed_item(unharmed):
         ({"limits": [FIRST, *[DAY] * 8]}, "limits"),
         ({"limits": [FIRST, DAY, DAY]}, "limits[2].name"),
         ({"limits": [pb.Limit(limit=2, window_seconds=1, algorithm="fixed_window")]}, "limit"),
+        ({"limits": [SPENT_DAY], **NO_NUMBERS}, "limits[0].limit"),
+        ({"limits": [SPENT_DAY], **NO_NUMBERS, "limit": -1}, "limits[0].limit"),
+        ({"limits": [limit_of("", window_seconds=0), DAY], **NO_NUMBERS}, "limits[0].window_seconds"),
+        ({"limits": [limit_of("", algorithm="leaky"), DAY], **NO_NUMBERS}, "limits[0].algorithm"),
         ({"limits": [FIRST, limit_of("")]}, "limits[1].name"),
         ({"limits": [FIRST, limit_of("day", window_seconds=0)]}, "limits[1].window_seconds"),
         ({"limits": [FIRST, limit_of("day", enforcement=7)]}, "limits[1].enforcement"),

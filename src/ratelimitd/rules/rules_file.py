@@ -333,7 +333,6 @@ def _value_violations(
     place: str, draft: RuleDraft, item: Node, types: Collection[str] | None
 ) -> list[FieldViolation]:
     """Return the violations that the node's own validation finds, with their places in the file."""
-    fields: Any = item.value
     try:
         validated(draft, rule_id=draft.id, revision=0, types=types)
     except RuleInvalidError as error:
@@ -342,11 +341,6 @@ def _value_violations(
             (path.removeprefix("rate_limit.").replace("].limits", "]"), text)
             for path, text in error.violations
         ]
-        if draft.limits:  # report fields that the rule omits at its first limit
-            names = [
-                (name if name in fields or name not in FIRST_LIMIT else f"limits[0].{name}", text)
-                for name, text in names
-            ]
         return [_named_violation(place, name, text, item) for name, text in names]
     return []
 

@@ -293,7 +293,8 @@ def _violations(
         yield "endpoint", problem
     if problem := type_problem(fields.identifier_type, types):
         yield "identifier_type", problem
-    yield from _number_violations(fields)
+    if not fields.limits:
+        yield from _number_violations(fields)
     enabled: object = fields.enabled
     if not isinstance(enabled, bool):
         yield "enabled", "enabled must be true or false"
@@ -320,7 +321,7 @@ def _limit_violations(rule: RuleDraft) -> Iterator[tuple[str, str]]:
     for name in FIRST_LIMIT:
         if getattr(rule, name) != getattr(first, name):
             yield name, f"the {name} must be unset or equal that of limits[0]"
-    yield from _list_violations("limits", rule.limits, numbers_from=1)
+    yield from _list_violations("limits", rule.limits)
 
 
 def _plan_violations(plans: Sequence[PlanDraft]) -> Iterator[tuple[str, str]]:
@@ -344,9 +345,7 @@ def _plan_violations(plans: Sequence[PlanDraft]) -> Iterator[tuple[str, str]]:
             yield from _list_violations(f"plans[{name}].limits", limits)
 
 
-def _list_violations(
-    place: str, limits: Sequence[LimitDraft], numbers_from: int = 0
-) -> Iterator[tuple[str, str]]:
+def _list_violations(place: str, limits: Sequence[LimitDraft]) -> Iterator[tuple[str, str]]:
     names: set[Any] = set()
     for index, limit in enumerate(limits):
         at = f"{place}[{index}]."
@@ -362,9 +361,9 @@ def _list_violations(
             names.add(name)
         if not isinstance(limit.enforcement, str) or limit.enforcement not in _ENFORCEMENTS:
             yield f"{at}enforcement", f"use one of {', '.join(_ENFORCEMENTS)}"
-        # The first limit's numbers may be the rule's own, already validated.
-        numbers = _number_violations(limit) if index >= numbers_from else ()
-        found = chain(numbers, _burst_violations(limit), _calendar_violations(limit))
+        found = chain(
+            _number_violations(limit), _burst_violations(limit), _calendar_violations(limit)
+        )
         yield from ((f"{at}{field}", text) for field, text in found)
 
 

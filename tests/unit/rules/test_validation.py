@@ -324,6 +324,7 @@ class TestSeveralLimits:
             ([dataclasses.replace(FIRST, window_seconds=1)], ["window_seconds"]),
             ([dataclasses.replace(FIRST, algorithm="fixed_window")], ["algorithm"]),
             ([FIRST, DAY, DAY], ["limits[2].name"]),
+            ([dataclasses.replace(FIRST, limit=0)], ["limit", "limits[0].limit"]),
             ([FIRST, dataclasses.replace(DAY, name="default")], ["limits[1].name"]),
             ([dataclasses.replace(FIRST, enforcement=7), DAY], ["limits[0].enforcement"]),
             ([FIRST, dataclasses.replace(DAY, enforcement="deny")], ["limits[1].enforcement"]),
