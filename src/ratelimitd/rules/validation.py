@@ -57,6 +57,9 @@ MAX_ANCHOR_DAY: Final = 31
 MAX_PLANS: Final = 32
 """Plans per rule: a price list is shorter, and each plan takes memory and bytes of an answer."""
 
+_MOST_LIMITS: Final = 2 + MAX_LIMITS * (1 + MAX_PLANS)
+"""Largest :attr:`RuleRow.limit_count` of a valid row."""
+
 MAX_QUOTED_CHARS: Final = 64
 """Characters of an unknown name that an error quotes."""
 
@@ -191,6 +194,9 @@ def rule_from_row(row: RuleRow) -> Rule | SkippedRow:
 
 def rule_within(row: RuleRow) -> Rule | SkippedRow:
     """Return the rule of a row, or why it is invalid, without validating id and revision."""
+    if row.limit_count > _MOST_LIMITS:  # written by hand; reading 100,000 would take a second
+        most = f"a rule has at most {MAX_LIMITS} limits and {MAX_PLANS} plans"
+        return SkippedRow(row.id, f"limits, plans: {most}")
     draft = row.draft()
     reasons = [f"{field}: {description}" for field, description in _violations(draft)]
     if reasons:

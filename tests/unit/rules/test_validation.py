@@ -256,6 +256,18 @@ class TestPlans:
         skipped = rule_from_row(ROW._replace(plans=text))
         assert skipped == SkippedRow(ID, "plans: must be lists of limits by the name of a plan")
 
+    def test_the_longest_lists_are_read_and_longer_ones_are_not_parsed(self):
+        limits = tuple(dataclasses.replace(DAY, name=f"l{n}") for n in range(8))
+        plans = tuple(PlanDraft(f"p{n:02}", limits) for n in range(32))
+        own = (FIRST, *limits[1:])
+        rule = validated(
+            dataclasses.replace(DRAFT, limits=own, plans=plans), rule_id=ID, revision=3
+        )
+        row = RuleRow.of(rule)
+        assert rule_from_row(row) == rule
+        skipped = rule_from_row(row._replace(plans=row.plans + "{"))
+        assert skipped == SkippedRow(ID, "limits, plans: a rule has at most 8 limits and 32 plans")
+
 
 class TestSeveralLimits:
     def test_list_becomes_the_limits_of_the_rule(self):
