@@ -1,9 +1,11 @@
 """Runs the core's tests, and a check over gRPC, with each other Python on this machine: `make test-pythons`.
 
-Installs both distributions from their wheels. Reports a missing Python, which is not a failure.
+Installs both distributions from their wheels. A Python that the machine lacks is taken from a later Debian, if
+mmdebstrap can unpack it. Reports one that is missing, which is not a failure.
 """
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +17,9 @@ BIN = ROOT / ".venv" / "bin"
 PINS = ROOT / "requirements"
 VERSIONS = ("3.12", "3.13", "3.13t", "3.14", "3.14t")
 """Versions with a ``t`` are free-threaded."""
+OF_DEBIAN = {"3.14": "forky"}
+"""Version, and the release of Debian that has it."""
+
 TOOLS = (
     *(
         "pytest",
@@ -36,7 +41,9 @@ TESTS = (
 
 def main() -> int:
     """Run the tests; return the exit status."""
-    pythons = {version: found for version in VERSIONS if (found := find(version))}
+    pythons = {
+        version: found for version in VERSIONS if (found := find(version) or unpack(version))
+    }
     missing = [version for version in VERSIONS if version not in pythons]
     if missing:
         print(f"pythons: not at hand, so not tested: {', '.join(missing)}", flush=True)
@@ -59,6 +66,41 @@ def find(version: str) -> str | None:
     command = [name, "-c", "import sys; print(sys.executable)"]
     completed = subprocess.run(command, env=environ, check=False, capture_output=True, text=True)
     return completed.stdout.strip() or None
+
+
+def unpack(version: str) -> str | None:
+    """Unpack the interpreter of a later Debian into .venv; return its path, ``None`` if that fails."""
+    root = ROOT / ".venv" / f"python{version}"
+    python = root / "usr" / "bin" / f"python{version}"
+    if python.exists():
+        return str(python)
+    if version not in OF_DEBIAN or not shutil.which("mmdebstrap"):
+        return None
+    print(f"pythons: unpacking {version}", flush=True)
+    # The signature is of the mirror's day, which may be weeks ago.
+    options = ["--quiet", '--aptopt=Acquire::Check-Valid-Until "false"']
+    options += ["--variant=extract", "--mode=chrootless"]  # takes no root
+    command = ["mmdebstrap", *options, f"--include=python{version}", OF_DEBIAN[version]]
+    with tempfile.TemporaryDirectory(dir=root.parent) as directory:
+        unpacked = Path(directory, "root")
+        if subprocess.call([*command, str(unpacked)]):
+            return None
+        wrap(unpacked, python.relative_to(root), root)
+        unpacked.rename(root)
+    return str(python)
+
+
+def wrap(unpacked: Path, name: Path, root: Path) -> None:
+    """Replace an interpreter by a script that starts it with the C library of its Debian, from ``root``."""
+    python = unpacked / name
+    binary = python.rename(f"{python}.elf")
+    [loader] = unpacked.glob("usr/lib/*/ld-linux-*")
+    binary, loader = (root / path.relative_to(unpacked) for path in (binary, loader))
+    start = f"{shlex.quote(str(loader))} --library-path {shlex.quote(str(loader.parent))}"
+    python.write_text(
+        f'#!/bin/sh\nexec {start} --argv0 "$0" {shlex.quote(str(binary))} "$@"\n', encoding="utf-8"
+    )
+    python.chmod(0o755)
 
 
 def test(python: str, venv: Path, wheels: list[str]) -> None:
