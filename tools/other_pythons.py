@@ -15,8 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BIN = ROOT / ".venv" / "bin"
 PINS = ROOT / "requirements"
-VERSIONS = ("3.12", "3.13", "3.13t", "3.14", "3.14t")
-"""Versions with a ``t`` are free-threaded."""
+VERSIONS = ("3.12", "3.13", "3.14")
 OF_DEBIAN = {"3.14": "forky"}
 """Version, and the release of Debian that has it."""
 
