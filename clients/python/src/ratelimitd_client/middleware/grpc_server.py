@@ -187,7 +187,7 @@ def status_of(decision: Decision, code: grpc.StatusCode, message: str) -> Status
 
 
 def _exceeded(decision: Decision, denying: Sequence[LimitStatus]) -> list[tuple[str, str]]:
-    """Return the identifier type and a description of each limit that denied a check, several of them in ``denying``."""
+    """Return the identifier type and a description of each limit that denied a check; ``denying`` if of several."""
     if not decision.limits:
         # The type is not in the answer of a single limit.
         return [("", _described(decision.limit_name, decision))] if decision.limit else []
