@@ -91,7 +91,7 @@ def test_a_clock_that_differs_from_the_nodes_cannot_make_the_reset_absurd(ahead_
 def test_several_limits_are_told_with_the_deciding_one_first():
     status = pb.LimitStatus(
         rule_id="r", name="day", identifier_type="user", allowed=False, remaining_tokens=1, reset_time=7,
-        retry_after_seconds=8, limit=9, window_seconds=10, enforcement=pb.OBSERVE,
+        retry_after_seconds=8, limit=9, window_seconds=10, enforcement=pb.OBSERVE, reason=pb.COST_EXCEEDS_LIMIT,
     )  # fmt: skip
     limits = [pb.LimitStatus(name="default", allowed=True), status]
     found = decision_of(pb.RateLimitResponse(limit_name="default", limits=limits), NOW_S)
@@ -99,7 +99,9 @@ def test_several_limits_are_told_with_the_deciding_one_first():
     assert [(limit.name, limit.allowed, limit.observed) for limit in found.limits] == [
         ("default", True, False), ("day", False, True),
     ]  # fmt: skip
-    assert found.limits[1] == LimitStatus("r", "day", "user", False, 1, 7, 8, 9, 10, True)
+    assert found.limits[1] == LimitStatus(
+        "r", "day", "user", False, 1, 7, 8, 9, 10, True, reason=Reason.COST_EXCEEDS_LIMIT
+    )
     assert (DENIED.limit_name, DENIED.limits) == ("", ())
 
 

@@ -11,7 +11,15 @@ from itertools import combinations
 from typing import Any, Final, NamedTuple, NoReturn
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
-from ratelimitd.model import DEFAULT_LIMIT, INT32_MAX, Algorithm, Enforcement, IdentifierType
+from ratelimitd.model import (
+    DEFAULT_LIMIT,
+    EVERY_ENDPOINT,
+    GLOBAL_ENDPOINT,
+    INT32_MAX,
+    Algorithm,
+    Enforcement,
+    IdentifierType,
+)
 from ratelimitd.rules.store import LimitDraft, RuleDraft
 from ratelimitd.rules.validation import validated
 from ratelimitd.rules.yaml_reader import Node, YamlError, read_yaml_file
@@ -111,6 +119,7 @@ def import_config(data: bytes, identifiers: Mapping[str, str]) -> Imported:
         rules[rule.endpoint, rule.identifier_type] = rule
         sources[rule.endpoint, rule.identifier_type] = limit
     notes += _charged_together(sources, domain)
+    notes += _charged_without_key(sources, domain, every)
     return Imported([*rules.values()], sorted(notes), new, len(limits) - len(rules))
 
 
@@ -195,6 +204,21 @@ def _charged_together(sources: Mapping[tuple[str, str], _Limit], domain: str) ->
                     yield Note(limit.line, _place(domain, limit.entries), text)
 
 
+def _charged_without_key(
+    sources: Mapping[tuple[str, str], _Limit], domain: str, identifiers: Mapping[str, str]
+) -> Iterator[Note]:
+    """Yield a note for each limit of an API key that also counts a descriptor without it, whose last value is one."""
+    for (endpoint, kind), limit in sources.items():
+        keys = [one.key for one in limit.entries if one.key in identifiers]
+        unlimited = _is_true(limit.fields.get("unlimited"))
+        if kind == UNNAMED_TYPE.value and keys and endpoint != domain and not unlimited:
+            text = (
+                f"a descriptor without {keys[0]} is limited, too, by its last value; if Envoy sends it, give"
+                f" {keys[0]} a type of its own"
+            )
+            yield Note(limit.line, _place(domain, limit.entries), text)
+
+
 def _rule(domain: str, limit: _Limit, identifiers: Mapping[str, str]) -> RuleDraft:
     """Return the rule equivalent to a limit.
 
@@ -218,10 +242,13 @@ def _rule(domain: str, limit: _Limit, identifiers: Mapping[str, str]) -> RuleDra
             _leave_out(f"it is for each value of {entry.key}, and a rule is for one")
         if entry.value.endswith("*"):
             _leave_out(f"it is for all values of {entry.key} with a prefix, and a rule is for one")
+    endpoint = "/".join([domain, *(f"{entry.key}={entry.value}" for entry in rest)])
+    if endpoint in {GLOBAL_ENDPOINT, EVERY_ENDPOINT}:
+        _leave_out(f"a node refuses the domain {domain}, which in a rule means other endpoints")
     numbers = (requests, window_seconds, Algorithm.FIXED_WINDOW.value)
     observed = LimitDraft(DEFAULT_LIMIT, *numbers, enforcement=Enforcement.OBSERVE.value)
     draft = RuleDraft(
-        "/".join([domain, *(f"{entry.key}={entry.value}" for entry in rest)]),
+        endpoint,
         "+".join(sorted(named)) or UNNAMED_TYPE.value,
         *numbers,
         limits=(observed,) if limit.observes else (),

@@ -26,8 +26,6 @@ from ratelimitd.model import (
     US_PER_S,
     Check,
     Decision,
-    Limit,
-    Period,
     Reason,
 )
 from ratelimitd.rules.envoy_import import UNNAMED_TYPE
@@ -124,8 +122,10 @@ _UNITS: Final = {
     3_600: Response.RateLimit.HOUR,
     86_400: Response.RateLimit.DAY,
     604_800: Response.RateLimit.WEEK,
+    2_592_000: Response.RateLimit.MONTH,
+    31_536_000: Response.RateLimit.YEAR,
 }
-"""Windows with a name in Envoy. Its month has no fixed number of seconds, so only calendar months map to it."""
+"""Windows with a name in Envoy, whose month has 30 days and whose year has 365, as has a calendar month nominally."""
 
 
 def answer_of(
@@ -152,16 +152,10 @@ def _write_status(status: Any, decision: Decision, now_us: int) -> None:
     rule, limit = decision.rule, decision.limit
     if rule is not None and limit is not None:
         status.current_limit.requests_per_unit = limit.limit
-        status.current_limit.unit = _unit(limit)
+        status.current_limit.unit = _UNITS.get(limit.window_seconds, Response.RateLimit.UNKNOWN)
         status.current_limit.name = rule.id.encode()
         status.limit_remaining = decision.remaining
         status.duration_until_reset.seconds = _reset_s(decision, now_us)
-
-
-def _unit(limit: Limit) -> Any:
-    if limit.calendar is not None and limit.calendar.period is Period.MONTH:
-        return Response.RateLimit.MONTH
-    return _UNITS.get(limit.window_seconds, Response.RateLimit.UNKNOWN)
 
 
 def _deciding(decisions: Sequence[Decision]) -> Decision:

@@ -154,6 +154,16 @@ def test_a_check_that_no_delay_makes_pass_is_given_none(limiter):
     assert error_details(code, details, metadata) == (None, [("", "limit default: 1 in 60 s")])
 
 
+@pytest.mark.parametrize(("observed", "delay_s"), [(False, None), (True, 9)])
+def test_a_cost_above_one_of_several_limits_has_no_delay_of_another(observed, delay_s):
+    day = LimitStatus("id", "day", "user", False, 0, 9, 9, 10, 86_400, observed=False)
+    burst = day._replace(name="burst", observed=observed, reason=Reason.COST_EXCEEDS_LIMIT)
+    denied = Decision(False, 0, 9, 9, Reason.LIMIT_EXCEEDED, 10, 86_400, "id", limits=(day, burst))
+    status = status_of(denied, DENIED, "no")
+    found = error_details(DENIED, "no", {STATUS_KEY: status.SerializeToString()})
+    assert found[0] == delay_s
+
+
 def test_a_proxy_on_a_unix_socket_says_for_whom_it_calls(limiter, tmp_path_factory):
     address = f"unix:{tmp_path_factory.mktemp('s')}/s"
     with shop(limiter, Options(trusted_proxies=["unix"]), address) as channel:

@@ -29,9 +29,9 @@ def entry(key, value=None, *below, **fields):
     return found
 
 
-def imported(*descriptors, domain="d"):
+def imported(*descriptors, domain="d", identifiers=IDENTIFIERS):
     data = yaml.safe_dump({"domain": domain, "descriptors": list(descriptors)}).encode()
-    return import_config(data, IDENTIFIERS)
+    return import_config(data, identifiers)
 
 
 def rules_of(found):
@@ -87,7 +87,7 @@ def test_example_limits_the_same_descriptors(example):
     descriptors, rules, asked = EXAMPLES[example]
     found = imported(*descriptors)
     assert rules_of(found) == rules
-    assert found.notes == []
+    assert [text for text in texts(found) if "is limited, too" not in text] == []
     table = {key.encode(): kind for key, kind in (IDENTIFIERS | found.new_identifiers).items()}
     request = request_of("d", *[entries for entries, _ in asked])
     checks = checks_of(parse_request(request.SerializeToString()), table)
@@ -321,6 +321,41 @@ descriptors:
         " the descriptor of that limit, too, a request charges it twice"
     )
     assert [note for note in notes if "also charges" in note] == ([text] if warned else [])
+
+
+@pytest.mark.parametrize(
+    ("descriptor", "identifiers", "warned"),
+    [
+        (entry("a", "b", entry("tenant", **limit())), IDENTIFIERS, True),
+        (
+            entry("a", "b", entry("tenant", **limit())),
+            {**IDENTIFIERS, "tenant": "tenant"},
+            False,
+        ),
+        (entry("a", "b", entry("user", **limit())), IDENTIFIERS, False),
+        (entry("a", "b", entry("tenant", rate_limit={"unlimited": True})), IDENTIFIERS, False),
+        (entry("tenant", **limit()), IDENTIFIERS, False),
+        (entry("a", "b", **limit()), IDENTIFIERS, False),
+    ],
+    ids=["API key", "type of its own", "user", "unlimited", "key alone", "no key"],
+)
+def test_limit_that_a_descriptor_without_its_key_also_charges_is_noted(
+    descriptor, identifiers, warned
+):
+    text = (
+        "a descriptor without tenant is limited, too, by its last value; if Envoy sends it, give tenant a type of its"
+        " own"
+    )
+    found = imported(descriptor, identifiers=identifiers)
+    assert texts(found) == ([text] if warned else [])
+
+
+@pytest.mark.parametrize("domain", ["*", "**"])
+def test_domain_that_a_node_refuses_has_no_rule_for_all_endpoints(domain):
+    found = imported(entry("user", **limit()), entry("a", "b", **limit()), domain=domain)
+    assert rules_of(found) == [(f"{domain}/a=b", "api_key", 10, 1)]
+    [told] = texts(found)
+    assert told.startswith(f"left out: a node refuses the domain {domain}, ")
 
 
 def test_notes_have_lines_in_file_order():

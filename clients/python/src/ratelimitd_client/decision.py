@@ -74,6 +74,8 @@ class LimitStatus(NamedTuple):
     """It only observes, and denies nothing."""
     plan: str = ""
     """The plan that the limit is of; empty for the rule's own limits."""
+    reason: Reason = Reason.OTHER
+    """``COST_EXCEEDS_LIMIT``: no delay makes the check pass."""
 
 
 class Decision(NamedTuple):
@@ -222,6 +224,7 @@ def _status_of(status: pb.LimitStatus) -> LimitStatus:
         limit=status.limit,
         window_seconds=status.window_seconds,
         observed=status.enforcement == pb.OBSERVE,
+        reason=_REASONS.get(status.reason, _OTHER),
         plan=status.plan,
     )
 

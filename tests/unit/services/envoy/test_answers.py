@@ -55,12 +55,17 @@ def test_a_window_without_a_name_in_envoy_has_no_unit():
     assert answer(LONGER).statuses[0].current_limit.unit == 0
 
 
-def test_a_calendar_month_has_a_unit_and_thirty_days_have_none():
-    days = replace(HALF, window_seconds=2_592_000)
-    month = replace(days, calendar=Calendar(Period.MONTH, "Europe/Berlin", 15))
-    for rule, unit in ((days, 0), (month, 5)):
-        told = answer(PASSED._replace(rule=rule, limit=rule))
-        assert told.statuses[0].current_limit.unit == unit
+@pytest.mark.parametrize(("days", "unit"), [(1, 4), (7, 7), (30, 5), (365, 6)])
+def test_a_window_of_envoys_units_has_a_unit(days, unit):
+    rule = replace(HALF, window_seconds=days * 86_400)
+    assert answer(PASSED._replace(rule=rule, limit=rule)).statuses[0].current_limit.unit == unit
+
+
+def test_a_calendar_month_has_a_unit():
+    month = replace(
+        HALF, window_seconds=2_592_000, calendar=Calendar(Period.MONTH, "Europe/Berlin", 15)
+    )
+    assert answer(PASSED._replace(rule=month, limit=month)).statuses[0].current_limit.unit == 5
 
 
 def test_a_part_of_a_second_counts_as_one_and_past_times_as_zero():

@@ -172,28 +172,26 @@ def status_of(decision: Decision, code: grpc.StatusCode, message: str) -> Status
     Identifiers are left out, since errors are logged.
     """
     status = Status(code=code.value[0], message=message)
-    if decision.retry_after_seconds and decision.reason not in _NOT_ON_RETRY:
+    denying = [one for one in decision.limits if not (one.allowed or one.observed)]
+    reasons = {decision.reason, *(one.reason for one in denying)}
+    if decision.retry_after_seconds and reasons.isdisjoint(_NOT_ON_RETRY):
         delay = Duration(seconds=decision.retry_after_seconds)
         status.details.add().Pack(RetryInfo(retry_delay=delay))
     violations = [
         QuotaFailure.Violation(subject=whose, description=what)
-        for whose, what in _exceeded(decision)
+        for whose, what in _exceeded(decision, denying)
     ]
     if violations:
         status.details.add().Pack(QuotaFailure(violations=violations))
     return status
 
 
-def _exceeded(decision: Decision) -> list[tuple[str, str]]:
-    """Return the identifier type and a description of each limit that denied a check."""
+def _exceeded(decision: Decision, denying: Sequence[LimitStatus]) -> list[tuple[str, str]]:
+    """Return the identifier type and a description of each limit that denied a check; ``denying`` if of several."""
     if not decision.limits:
         # The type is not in the answer of a single limit.
         return [("", _described(decision.limit_name, decision))] if decision.limit else []
-    return [
-        (one.identifier_type, _described(one.name, one))
-        for one in decision.limits
-        if not (one.allowed or one.observed)
-    ]
+    return [(one.identifier_type, _described(one.name, one)) for one in denying]
 
 
 def _described(name: str, of: Decision | LimitStatus) -> str:
