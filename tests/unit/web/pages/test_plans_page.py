@@ -71,6 +71,16 @@ async def test_input_of_others_is_escaped(visitor):
     assert SCRIPT in html.unescape(page.text)
 
 
+async def test_identifier_with_control_characters_is_unassigned(visitor):
+    page = await assigned(visitor, identifier="a\r%0a\0é")
+    row = hidden_in(page.text)
+    confirmed = hidden_in((await visitor.post("/plans/unassign", row)).text)
+    # A browser sends CRLF for the carriage return, and U+FFFD for the zero byte.
+    assert row["identifier"].isprintable() and confirmed["identifier"].isprintable()
+    answer = await visitor.post("/plans/unassign", {**confirmed, "step": "store"})
+    assert answer.headers["location"] == "/plans?done=unassigned"
+
+
 async def test_plan_is_unassigned_after_confirmation(visitor):
     page = await assigned(visitor)
     row = {name: value for name, value in hidden_in(page.text).items() if name != "form_token"}
