@@ -182,9 +182,7 @@ def _changes_of(rule: WireRule, paths: list[str]) -> RuleChanges:
     return RuleChanges(**{name: getattr(draft, name) for name in whole})
 
 
-def _rule_violations(
-    rule: WireRule, types: Collection[str] | None = None
-) -> list[FieldViolation]:
+def _rule_violations(rule: WireRule, types: Collection[str] | None = None) -> list[FieldViolation]:
     """Return the violations of the fields of a rule, without its id."""
     try:
         validated(replace(draft_of(rule), id=""), rule_id="", revision=0, types=types)
