@@ -78,6 +78,8 @@ class BookDiff:
         self._by_pair: dict[_Pair, int] = {}
         self._stored: dict[int, RuleRow] = {}
         self._unwanted: list[RuleRow] = []
+        self._undeclared: dict[int, str] = {}
+        """Problems of the types of wanted rules that are not compared yet: the stored rule may keep its type."""
         self._named: list[FieldViolation] = []
         self._more = 0
         """Violations that are only counted: a message of 4 MiB may contain millions."""
@@ -99,6 +101,9 @@ class BookDiff:
                 self._complain(index, "endpoint", text)
         if rule_id and (first := self._by_id.setdefault(rule_id, index)) != index:
             self._complain(index, "id", f"the id is that of {FIELD}[{first}]")
+        kind = draft.identifier_type
+        if (problem := type_problem(kind, self._types)) and not type_problem(kind):
+            self._undeclared[index] = problem
         self._wanted.append(_Wanted(row, draft.etag))
 
     def see(self, row: RuleRow) -> None:
@@ -143,18 +148,21 @@ class BookDiff:
                 self._complain(taken, "id", f"{text}: give it, none, or prune")
 
     def refuse(self) -> None:
-        """Raise the recorded violations.
+        """Raise the recorded violations; before the comparison, with the undeclared types of all rules.
 
         Raises:
             RuleInvalidError: names the violated fields, such as ``rate_limits[3].limit``, and counts those beyond 15.
         """
+        if self._named:
+            for index, problem in self._undeclared.items():
+                self._complain(index, "identifier_type", problem)
         if self._more:
             self._named.append(FieldViolation(FIELD, f"{self._more} more fields are wrong"))
         if self._named:
             raise RuleInvalidError(*self._named)
 
     def _check_type(self, index: int, row: RuleRow, before: RuleRow | None) -> None:
-        problem = type_problem(row.identifier_type, self._types)
+        problem = self._undeclared.pop(index, "")
         kept = types_within(str(before.identifier_type)) if before else ()
         if problem and type_problem(row.identifier_type, (*self._types, *kept)):
             self._complain(index, "identifier_type", problem)

@@ -153,20 +153,22 @@ def _limit_draft(limit: WireLimit) -> LimitDraft:
 def update_of(message: Any, types: Collection[str] | None = None) -> Update:
     """Return the change of an update: the fields of its mask, or without a mask the whole rule.
 
-    ``types`` are the identifier types that rules may have, alone or combined.
+    ``types`` are the identifier types that rules may have, alone or combined. The stored rule may keep another one:
+    a rule that violates nothing else is left to the store.
 
     Raises:
         RuleInvalidError: names every violation that can be found without the stored rule.
     """
     rule = message.rate_limit
     paths = list(dict.fromkeys(map(text_of, message.update_mask.paths)))
-    violations = _mask_violations(paths) if paths else _rule_violations(rule, types)
+    violations = _mask_violations(paths) if paths else _rule_violations(rule)
     try:
         rule_id = canonical_id(text_of(rule.id), "rate_limit.id")
     except RuleInvalidError as error:
-        raise RuleInvalidError(*error.violations, *violations) from None
+        others = violations if paths else _rule_violations(rule, types)
+        raise RuleInvalidError(*error.violations, *others) from None
     if violations:
-        raise RuleInvalidError(*violations)
+        raise RuleInvalidError(*(violations if paths else _rule_violations(rule, types)))
     return Update(rule_id, _changes_of(rule, paths), text_of(rule.etag))
 
 
@@ -180,7 +182,7 @@ def _changes_of(rule: WireRule, paths: list[str]) -> RuleChanges:
     return RuleChanges(**{name: getattr(draft, name) for name in whole})
 
 
-def _rule_violations(rule: WireRule, types: Collection[str] | None) -> list[FieldViolation]:
+def _rule_violations(rule: WireRule, types: Collection[str] | None = None) -> list[FieldViolation]:
     """Return the violations of the fields of a rule, without its id."""
     try:
         validated(replace(draft_of(rule), id=""), rule_id="", revision=0, types=types)

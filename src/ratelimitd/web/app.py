@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Final
@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import BaseRoute, Match, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ratelimitd.fair_queue import FairQueue
@@ -179,7 +179,22 @@ async def _paced(page: Page, queue: FairQueue, peer: str) -> AsyncIterator[bytes
         yield piece
 
 
-STATUS_TITLES = {404: "There is no such page", 405: "This page does not accept that method"}
+METHOD_NOT_ALLOWED: Final = 405
+
+STATUS_TITLES = {
+    404: "There is no such page",
+    METHOD_NOT_ALLOWED: "This page does not accept that method",
+}
+
+
+def _methods_of(scope: Scope, routes: Iterable[BaseRoute]) -> set[str]:
+    """Return the methods that routes accept for the path of a request."""
+    return {
+        method
+        for route in routes
+        if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE
+        for method in route.methods or ()
+    }
 
 
 def application(parts: Parts) -> ASGIApp:
@@ -210,8 +225,13 @@ def application(parts: Parts) -> ASGIApp:
         assert isinstance(error, HTTPException)  # noqa: S101 -- registered for this exception
         title = STATUS_TITLES.get(error.status_code, str(error.detail))
         if accepts_html(request):
-            return frame.message(request, title, "", error.status_code)
-        return PlainTextResponse(f"{title}\n", error.status_code, headers=error.headers)
+            response = frame.message(request, title, "", error.status_code)
+        else:
+            response = PlainTextResponse(f"{title}\n", error.status_code)
+        if error.status_code == METHOD_NOT_ALLOWED:
+            # Not the error's own: that names the methods of one route of several with this path.
+            response.headers["Allow"] = ", ".join(sorted(_methods_of(request.scope, routes)))
+        return response
 
     async def left(_request: Request, _error: Exception) -> Response:
         return Response(status_code=CLIENT_LEFT)

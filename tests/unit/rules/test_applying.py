@@ -154,6 +154,19 @@ def test_undeclared_type_is_refused_unless_the_stored_rule_has_it():
     assert actions([wanted("/a", identifier_type="tenant", limit=9)], [row]) == [("update", "/a")]
 
 
+def test_undeclared_types_are_named_with_the_other_violations():
+    drafts = [wanted("/a", identifier_type="tenant", limit=0), wanted("/b", identifier_type="org")]
+    assert sorted(refusals([*drafts, wanted("/c", identifier_type="O")])) == [
+        "rate_limits[0].identifier_type",
+        "rate_limits[0].limit",
+        "rate_limits[1].identifier_type",
+        "rate_limits[2].identifier_type",
+    ]
+    assert refusals([wanted("/b", identifier_type="org")], [stored(1, "/b")]) == [
+        "rate_limits[0].identifier_type"
+    ]
+
+
 def test_given_etag_must_match_the_rule():
     row = stored(1, "/a")
     assert actions([wanted("/a", etag=etag_of(row))], [row]) == [("", "/a")]

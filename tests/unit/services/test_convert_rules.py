@@ -22,11 +22,11 @@ def draft(**fields):
     return draft_of(parse(pb.CreateRateLimitRequest, message.SerializeToString()).rate_limit)
 
 
-def update(*paths, **fields):
+def update(*paths, types=None, **fields):
     message = pb.UpdateRateLimitRequest(rate_limit=pb.RateLimit(**{"id": RULE_ID, **fields}))
     if paths:
         message.update_mask.CopyFrom(FieldMask(paths=paths))
-    return update_of(parse(pb.UpdateRateLimitRequest, message.SerializeToString()))
+    return update_of(parse(pb.UpdateRateLimitRequest, message.SerializeToString()), types)
 
 
 def refused(*paths, **fields):
@@ -91,6 +91,16 @@ def test_an_immutable_or_unknown_path_is_refused(path):
 def test_all_violations_are_named_at_once():
     assert refused("id", "nope", id="x") == ["rate_limit.id", "update_mask", "update_mask"]
     assert refused(id="x", **{**FIELDS, "limit": 0}) == ["rate_limit.id", "rate_limit.limit"]
+    undeclared = {"types": ("ip",), **FIELDS}
+    assert refused(**{**undeclared, "limit": 0}) == [
+        "rate_limit.identifier_type",
+        "rate_limit.limit",
+    ]
+    assert refused(id="x", **undeclared) == ["rate_limit.id", "rate_limit.identifier_type"]
+
+
+def test_undeclared_type_alone_is_left_to_the_store():
+    assert update(types=("ip",), **FIELDS).changes.identifier_type == "user"
 
 
 def test_an_invalid_path_is_quoted_short_and_in_ascii():

@@ -80,6 +80,14 @@ async def test_not_found_is_answered_to_browsers_and_programs(operator):
     answer = await operator.post("/audit", {}, token="x")
     assert answer.status_code == 405
     assert "This page does not accept that method" in answer.text
+    assert answer.headers["allow"] == "GET, HEAD"
+
+
+async def test_refused_method_is_answered_with_those_of_all_routes_of_the_path(node):
+    async with httpx.AsyncClient(base_url=f"http://{node.http_address}") as client:
+        for accept in ("text/html", "*/*"):
+            answer = await client.put("/login", headers={"Accept": accept})
+            assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD, POST")
 
 
 async def test_programs_get_a_description_without_a_login(stranger, node):

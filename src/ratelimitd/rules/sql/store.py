@@ -184,7 +184,7 @@ class SqlRuleStore:
             before = await _stored_row(connection, rule_id, etag)
             draft = changes.apply(before.draft())
             # A type that is no longer declared may stay.
-            types = {*self._types, *types_within(str(before.identifier_type))}
+            types = dict.fromkeys((*self._types, *types_within(str(before.identifier_type))))
             unchanged = validated(draft, rule_id=rule_id, revision=before.revision, types=types)
             if RuleRow.of(unchanged) == before:
                 return unchanged

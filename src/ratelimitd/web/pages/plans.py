@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from heapq import nsmallest
 from typing import Any, Final, NamedTuple, Self
+from urllib.parse import unquote
 
 from google.protobuf.empty_pb2 import Empty
 from starlette.requests import Request
@@ -126,7 +127,8 @@ class PlansPage:
 
     async def unassign(self, request: Request, fields: Fields) -> Response:
         """Ask for confirmation; unassign an identity once confirmed, if it has not changed meanwhile."""
-        form = AssignForm.of_fields(fields)
+        # Escaped there, because browsers replace control characters in the fields of forms.
+        form = AssignForm.of_fields({**fields, "identifier": unquote(fields.get("identifier", ""))})
         if fields.get("step") != "store":
             return self._frame.page(request, "unassign.html", form=form)
         message = ratelimiter_pb2.UnassignPlanRequest(identity=form.identity, etag=form.etag)

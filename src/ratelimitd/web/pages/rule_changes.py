@@ -213,7 +213,7 @@ def _list_edited(was: Sequence[Limit], will: Sequence[Limit]) -> list[str]:
             observes = limit.enforcement is Enforcement.OBSERVE
             what = "only observes from now on" if observes else "denies from now on"
             sentences.append(f"{name} {what}, and keeps what it counted.")
-    return sentences or [_ORDER]
+    return sentences or [_ORDER] * ([*before] != [*after])
 
 
 def _limit_edited(was: Limit, will: Limit) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, Self
 
@@ -103,8 +103,8 @@ class RuleForm(NamedTuple):
                 return cls.of_rule(replace(rule, **first, more=more))
         return None
 
-    def checked(self) -> Rule:
-        """Return the validated rule, without an id.
+    def checked(self, types: Collection[str] | None = None) -> Rule:
+        """Return the validated rule, without an id; ``types`` are the identifier types that it may have or combine.
 
         Raises:
             RuleInvalidError: names every invalid field by its path in the contract.
@@ -123,7 +123,7 @@ class RuleForm(NamedTuple):
         if more or first != LimitDraft("", *(getattr(draft, name) for name in FIRST_LIMIT)):
             numbers = {name: getattr(first, name) for name in FIRST_LIMIT}
             draft = replace(draft, **numbers, limits=(first, *more))
-        return validated(draft, rule_id="", revision=0)
+        return validated(draft, rule_id="", revision=0, types=types)
 
     def _first_limit(self, draft: RuleDraft) -> LimitDraft:
         # With a period, the form's default window does not count as typed.
@@ -140,10 +140,10 @@ class RuleForm(NamedTuple):
             enforcement=Enforcement.OBSERVE if self.observe else Enforcement.ENFORCE,
         ).completed()
 
-    def errors(self) -> dict[str, str]:
-        """Return the error of each invalid field; empty if the rule is valid."""
+    def errors(self, types: Collection[str] | None = None) -> dict[str, str]:
+        """Return the error of each invalid field; empty if the rule is valid. ``types`` as in :meth:`checked`."""
         try:
-            self.checked()
+            self.checked(types)
         except RuleInvalidError as error:
             return form_errors(error.violations)
         return {}

@@ -177,14 +177,17 @@ class RulesPages:
     def _rule(self, request: Request) -> Rule | None:
         return self._current_book().get(request.path_params["id"])
 
-    def _errors(self, form: RuleForm, rule_id: str) -> dict[str, str]:
-        """Return the errors of the fields, including an existing rule of the same place, as far as this node knows."""
-        errors = form.errors()
-        if errors:
+    def _errors(self, form: RuleForm, rule: Rule | None) -> dict[str, str]:
+        """Return the errors of the fields, including an existing rule of the same place, as far as this node knows.
+
+        ``rule`` is the edited rule, which may keep a type that is no longer declared.
+        """
+        kept = types_within(rule.identifier_type) if rule else ()
+        if errors := form.errors(tuple(dict.fromkeys((*self._parts.types, *kept)))):
             return errors
-        rule = form.checked()
-        for other in self._current_book().candidates(rule.endpoint, rule.identifier_type):
-            if other.endpoint == rule.endpoint and other.id != rule_id:
+        wanted = form.checked()
+        for other in self._current_book().candidates(wanted.endpoint, wanted.identifier_type):
+            if other.endpoint == wanted.endpoint and (rule is None or other.id != rule.id):
                 return {"endpoint": TAKEN}
         return {}
 
@@ -195,7 +198,7 @@ class RulesPages:
         step = fields.get("step")
         if step == "edit":
             return self._form(request, form, rule=rule)
-        if errors := self._errors(form, rule.id if rule else ""):
+        if errors := self._errors(form, rule):
             return self._form(request, form, rule=rule, errors=errors, status_code=422)
         wanted = form.checked()
         if step != "store":

@@ -71,6 +71,17 @@ async def test_input_of_others_is_escaped(visitor):
     assert SCRIPT in html.unescape(page.text)
 
 
+async def test_identifier_with_control_characters_is_unassigned(visitor):
+    page = await assigned(visitor, identifier="a\r%0a\0é")
+    row = hidden_in(page.text)
+    confirmed = hidden_in((await visitor.post("/plans/unassign", row)).text)
+    # A browser sends CRLF for the carriage return, and U+FFFD for the zero byte.
+    assert row["identifier"].isprintable()
+    assert confirmed["identifier"].isprintable()
+    answer = await visitor.post("/plans/unassign", {**confirmed, "step": "store"})
+    assert answer.headers["location"] == "/plans?done=unassigned"
+
+
 async def test_plan_is_unassigned_after_confirmation(visitor):
     page = await assigned(visitor)
     row = {name: value for name, value in hidden_in(page.text).items() if name != "form_token"}
@@ -116,7 +127,13 @@ async def test_assignments_are_searched_by_type_prefix_and_plan(visitor):
 
 async def test_invalid_search_is_reported_at_the_field(visitor):
     answer = await visitor.post("/plans", {"identifier_prefix": "al", "plan": "No Plan"})
-    assert (answer.status_code, set(errors_in(answer.text))) == (422, {"identifier_type", "plan"})
+    assert (answer.status_code, set(errors_in(answer.text))) == (
+        422,
+        {"search-type", "search-plan"},
+    )
+    for field in ("search-type", "search-plan"):
+        described = f'aria-invalid="true" aria-describedby="{field}-error"'
+        assert re.search(rf'<(input|select) id="{field}"[^>]*{described}', answer.text)
 
 
 async def test_later_pages_are_forms(visitor, monkeypatch):

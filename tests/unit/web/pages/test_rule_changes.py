@@ -183,6 +183,18 @@ class TestSeveralLimits:
         assert said(SEVERAL, replace(SEVERAL, window_seconds=7)).startswith("default: All buckets")
         assert said(SEVERAL, SEVERAL) == "Nothing changes."
 
+    def test_only_changed_lists_are_described(self):
+        free = (Plan("free", (DAY,)),)
+        before = replace(SEVERAL, plans=free)
+        stored = replace(DAY, revision=9)
+        for after, text in (
+            (replace(before, limit=1_001), "default: What was spent stays spent, and everybody"),
+            (replace(before, plans=(Plan("free", (replace(DAY, limit=9),)),)), "Plan free: day: "),
+            (replace(before, plans=()), "The plan free has the rule's own limits."),
+        ):
+            [sentence] = consequences(before, replace(after, more=(stored,)), ALONE)
+            assert sentence.startswith(text)
+
     def test_observed_limit_is_described_kept_and_promoted(self):
         observed = replace(SEVERAL, more=(replace(DAY, enforcement=Enforcement.OBSERVE),))
         assert said(observed, SEVERAL) == "day denies from now on, and keeps what it counted."

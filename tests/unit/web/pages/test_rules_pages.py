@@ -484,3 +484,12 @@ async def test_rule_for_a_combination_is_created_and_one_with_an_unknown_type_re
             page = (await visitor.get(f"/rules/{rule.id}")).text
             warned = "no request can name tenant, which is not among the IDENTIFIER_TYPES" in page
             assert warned == (rule.identifier_type == "tenant+user")
+            fields = {**RULE, "endpoint": "**", "etag": rule.etag, "limit": "9"}
+            fields |= {"identifier_type": rule.identifier_type, "step": "store"}
+            answer = await visitor.post(f"/rules/{rule.id}", fields)
+            assert answer.status_code == 303, answer.text
+        assert {rule.limit for rule in book_of(node).rules()} == {9}
+        undeclared = {**RULE, "endpoint": "/new", "identifier_type": "tenant"}
+        answer = await visitor.post("/rules/new", {**undeclared, "step": "preview"})
+        assert answer.status_code == 422
+        assert [*errors_in(answer.text)] == ["identifier_type"]
