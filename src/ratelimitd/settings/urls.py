@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
 REDIS_PORT: Final = 6379
 SENTINEL_PORT: Final = 26_379
@@ -174,19 +174,19 @@ def parse_redis_url(text: str) -> RedisUrl:
     Raises:
         ValueError: see the module.
     """
-    parts = _split(text)
-    topology, encrypted = _SCHEMES[parts.scheme]
+    scheme, place, path, query = _split(text)
+    topology, encrypted = _SCHEMES[scheme]
     known = _COMMON_OPTIONS | (_TLS_OPTIONS if encrypted else frozenset())
     if topology is TopologyKind.SENTINEL:
         known |= _SENTINEL_OPTIONS
-    options = _options(parts.query, known)
-    credentials, _, hosts = parts.netloc.rpartition("@")
-    if parts.scheme == "unix":
-        servers: tuple[Server, ...] = (_socket(hosts, unquote(parts.path)),)
+    options = _options(query, known)
+    credentials, _, hosts = place.rpartition("@")
+    if scheme == "unix":
+        servers: tuple[Server, ...] = (_socket(hosts, unquote(path)),)
         names: tuple[str, ...] = ()
     else:
         servers = _servers(hosts, topology)
-        names = tuple(unquote(name) for name in parts.path.split("/") if name)
+        names = tuple(unquote(name) for name in path.split("/") if name)
     service = names[0] if topology is TopologyKind.SENTINEL and names else ""
     if topology is TopologyKind.SENTINEL:
         names = names[1:]
@@ -219,20 +219,18 @@ def parse_database_url(text: str) -> DatabaseUrl:
     return SqliteFile(Path(file))
 
 
-def _split(text: str) -> SplitResult:
-    known = text.isprintable() and " " not in text and text.partition("://")[0] in _SCHEMES
+def _split(text: str) -> tuple[str, str, str, str]:
+    """Return scheme, credentials with servers, path and query. ``urlsplit`` of a newer Python refuses ``a,[::1]``."""
+    scheme, _, rest = text.partition("://")
     require(
-        known,
+        text.isprintable() and " " not in text and scheme in _SCHEMES,
         "must be redis://, rediss://, unix://, redis+sentinel://, redis+cluster://, "
         "or one of the last two with rediss, without spaces",
     )
-    try:
-        parts = urlsplit(text)
-    except ValueError:
-        message = "must have an IPv6 host in brackets"
-        raise ValueError(message) from None
-    require(not parts.fragment, "must have a # in a password written as %23")
-    return parts
+    require("#" not in rest, "must have a # in a password written as %23")
+    rest, _, query = rest.partition("?")
+    place, slash, path = rest.partition("/")
+    return scheme, place, slash + path, query
 
 
 def _login(credentials: str) -> Login:

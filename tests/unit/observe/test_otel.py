@@ -164,7 +164,8 @@ async def test_an_export_ends_in_time_however_the_collector_answers(monkeypatch,
     receiver.wait_for(1)
     tracer.begin("dropped while the first is being sent").end()
     await tracer.close()
-    assert [thread.name for thread in threading.enumerate()].count("spans") == 1
+    # Since Python 3.14 it does not read such an answer for ever.
+    assert [thread.name for thread in threading.enumerate()].count("spans") <= 1
     assert [record.getMessage().partition(" to ")[0] for record in caplog.records] == [
         "traces cannot be sent"
     ]

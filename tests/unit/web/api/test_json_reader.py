@@ -144,6 +144,16 @@ def test_any_bytes_are_read_or_refused(body):
         read(body)
 
 
+@pytest.mark.parametrize("nested", [b"[", b'{"rate_limit":'])
+def test_a_deeply_nested_body_is_refused(nested):
+    # Since Python 3.14 the whole of it is read.
+    descriptions = (
+        "is nested too deeply",
+        f"is not JSON at line 1, column {len(nested) * 10_000 + 1}",
+    )
+    assert complaints(nested * 10_000)["body"] in descriptions
+
+
 @pytest.mark.parametrize(
     ("body", "description"),
     [
@@ -156,8 +166,6 @@ def test_any_bytes_are_read_or_refused(body):
         (b'{"peek":NaN}', "must be JSON, which has no NaN and no Infinity"),
         (b'{"peek":-Infinity}', "must be JSON, which has no NaN and no Infinity"),
         (b'{"peek":true,"peek":false}', "must give every field once"),
-        (b"[" * 10_000, "is nested too deeply"),
-        (b'{"rate_limit":' * 10_000, "is nested too deeply"),
         (b" " * (MAX_BODY_BYTES + 1), f"must be at most {MAX_BODY_BYTES} bytes"),
         (b"[" + b"1," * MAX_VALUES, f"must hold at most {MAX_VALUES} values"),
         (b"[" + b"[]" * MAX_VALUES, f"must hold at most {MAX_VALUES} values"),
