@@ -170,9 +170,14 @@ class ConfigService:
     async def update_rate_limit(self, data: bytes, call: Call) -> bytes:
         """Change a rule: the fields in the mask, or all without one."""
         update = update_of(parse(UpdateRateLimitRequest, data), self._types)
-        rule = await self._store.update(
-            update.rule_id, update.changes, update.etag, self._actor(call)
-        )
+        try:
+            rule = await self._store.update(
+                update.rule_id, update.changes, update.etag, self._actor(call)
+            )
+        except RuleNotFoundError:
+            if update.undeclared:
+                raise RuleInvalidError(*update.undeclared) from None
+            raise
         await self._feed.notify()
         return rate_limit_of(rule).SerializeToString()
 

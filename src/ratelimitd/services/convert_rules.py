@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -45,11 +45,15 @@ MASK_FIELD: Final = "update_mask"
 
 
 class Update(NamedTuple):
-    """The change of an ``UpdateRateLimitRequest``; an empty ``etag`` matches every version."""
+    """The change of an ``UpdateRateLimitRequest``; an empty ``etag`` matches every version.
+
+    ``undeclared`` is the violation of a type that only a stored rule may keep.
+    """
 
     rule_id: str
     changes: RuleChanges
     etag: str
+    undeclared: Sequence[FieldViolation] = ()
 
 
 def rate_limit_of(rule: Rule) -> ratelimiter_pb2.RateLimit:
@@ -153,23 +157,21 @@ def _limit_draft(limit: WireLimit) -> LimitDraft:
 def update_of(message: Any, types: Collection[str] | None = None) -> Update:
     """Return the change of an update: the fields of its mask, or without a mask the whole rule.
 
-    ``types`` are the identifier types that rules may have, alone or combined. The stored rule may keep another one:
-    a rule that violates nothing else is left to the store.
+    ``types`` are the identifier types that rules may have, alone or combined.
 
     Raises:
         RuleInvalidError: names every violation that can be found without the stored rule.
     """
     rule = message.rate_limit
     paths = list(dict.fromkeys(map(text_of, message.update_mask.paths)))
-    violations = _mask_violations(paths) if paths else _rule_violations(rule)
+    violations = _mask_violations(paths) if paths else _rule_violations(rule, types)
     try:
         rule_id = canonical_id(text_of(rule.id), "rate_limit.id")
     except RuleInvalidError as error:
-        others = violations if paths else _rule_violations(rule, types)
-        raise RuleInvalidError(*error.violations, *others) from None
-    if violations:
-        raise RuleInvalidError(*(violations if paths else _rule_violations(rule, types)))
-    return Update(rule_id, _changes_of(rule, paths), text_of(rule.etag))
+        raise RuleInvalidError(*error.violations, *violations) from None
+    if violations if paths else _rule_violations(rule):
+        raise RuleInvalidError(*violations)
+    return Update(rule_id, _changes_of(rule, paths), text_of(rule.etag), (*violations,))
 
 
 def _changes_of(rule: WireRule, paths: list[str]) -> RuleChanges:
