@@ -60,7 +60,8 @@ def test_a_draft_is_enabled_unless_set_to_false(sent, enabled):
 
 
 def test_an_update_without_a_mask_changes_every_field_and_enabled_only_if_sent():
-    assert update(**FIELDS, etag="e") == (RULE_ID, RuleChanges(**FIELDS, limits=(), plans=()), "e")
+    changes = RuleChanges(**FIELDS, limits=(), plans=())
+    assert update(**FIELDS, etag="e") == (RULE_ID, changes, "e", ())
     assert update(**FIELDS, enabled=False).changes == RuleChanges(
         **FIELDS, enabled=False, limits=(), plans=()
     )
