@@ -32,8 +32,8 @@ BUSY_TIMEOUT_S: Final = 2.0
 """Longest wait for another process's write, which takes milliseconds."""
 
 POOL_SIZE: Final = 3
-"""Connections that read, each with its own thread. One more writes: SQLite allows one writer, and its lock has no queue, so
-that of several some would wait in vain."""
+"""Connections that read, each with its own thread. One more writes: SQLite allows one writer, and its lock has no
+queue, so that of several some would wait in vain."""
 
 POOL_TIMEOUT_S: Final = 5.0
 """Longest wait for a free connection: more than one writer's wait for the lock and its answer."""
