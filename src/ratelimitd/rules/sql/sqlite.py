@@ -31,8 +31,9 @@ from ratelimitd.errors import StartupError, StoreUnavailableError
 BUSY_TIMEOUT_S: Final = 2.0
 """Longest wait for another process's write, which takes milliseconds."""
 
-POOL_SIZE: Final = 4
-"""Connections, each with its own thread: one writes (SQLite allows one), the others read."""
+POOL_SIZE: Final = 3
+"""Connections that read, each with its own thread. One more writes: SQLite allows one writer, and its lock has no
+queue, so that of several some would wait in vain."""
 
 POOL_TIMEOUT_S: Final = 5.0
 """Longest wait for a free connection: more than one writer's wait for the lock and its answer."""
@@ -88,10 +89,11 @@ class SqliteDatabase:
         if create:
             with suppress(OSError):  # SQLite hits the same error and reports it
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        self._engine = self._open_engine(pool_timeout_s)
+        self._engine = self._open_engine(pool_timeout_s, POOL_SIZE)
         # A transaction that reads first and locks later fails at once, regardless of the busy timeout, if another
         # process wrote in between.
-        self._writing = self._engine.execution_options(**{_BEGIN: "BEGIN IMMEDIATE"})
+        writer = self._open_engine(pool_timeout_s, 1)
+        self._writing = writer.execution_options(**{_BEGIN: "BEGIN IMMEDIATE"})
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
@@ -126,6 +128,7 @@ class SqliteDatabase:
         ends with a traceback on stderr.
         """
         await self._engine.dispose()
+        await self._writing.dispose()
         for thread in tuple(self._threads):
             if thread.ident is not None:
                 await asyncio.to_thread(thread.join, CLOSE_TIMEOUT_S)
@@ -149,12 +152,12 @@ class SqliteDatabase:
             opening.add_done_callback(_stop)
             raise
 
-    def _open_engine(self, pool_timeout_s: float) -> AsyncEngine:
+    def _open_engine(self, pool_timeout_s: float, connections: int) -> AsyncEngine:
         engine = create_async_engine(
             "sqlite+aiosqlite://",
             async_creator=self._connect,
             poolclass=AsyncAdaptedQueuePool,
-            pool_size=POOL_SIZE,
+            pool_size=connections,
             max_overflow=0,
             pool_timeout=pool_timeout_s,
             hide_parameters=True,

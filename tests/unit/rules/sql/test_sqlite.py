@@ -100,6 +100,32 @@ async def test_writer_waits_for_another_up_to_the_busy_timeout(path):
     await using(path, insert("a"), write=True)
 
 
+async def test_writers_of_one_process_take_turns(path):
+    database, held, release = (
+        SqliteDatabase(path, busy_timeout_s=0.0),
+        asyncio.Event(),
+        asyncio.Event(),
+    )
+
+    async def hold():
+        async with database.writing():
+            held.set()
+            await release.wait()
+
+    async with aclosing(database):
+        holder = asyncio.create_task(hold())
+        await held.wait()
+        later = [asyncio.create_task(insert_into(database, name)) for name in "abcdef"]
+        async with database.reading() as connection:  # those who wait leave it a connection
+            assert await sql("SELECT name FROM things")(connection) == []
+        release.set()
+        results = await asyncio.gather(holder, *later, return_exceptions=True)
+        assert results == [None] * 7
+        async with database.reading() as connection:
+            names = await sql("SELECT name FROM things ORDER BY rowid")(connection)
+    assert names == [(name,) for name in "abcdef"]
+
+
 async def test_reads_succeed_while_another_process_writes(path):
     await using(path, insert("a"), write=True)
     other = sqlite3.connect(path, isolation_level=None)
