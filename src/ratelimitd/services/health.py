@@ -122,8 +122,9 @@ class HealthService:
         # A task of its own, so that a reset whose caller leaves still counts until it is done, and is logged.
         reset = asyncio.create_task(self._reset(target, self._actor(call)))
         self._resets.add(reset)
-        reset.add_done_callback(self._resets.discard)
-        await asyncio.shield(reset)
+        reset.add_done_callback(self._forget)
+        await asyncio.wait([reset])
+        reset.result()
         return EMPTY
 
     async def explain_rate_limit(self, data: bytes, _call: Call) -> bytes:
@@ -142,6 +143,11 @@ class HealthService:
                 for one in await self._unmatched()
             ]
         ).SerializeToString()
+
+    def _forget(self, reset: asyncio.Task[None]) -> None:
+        self._resets.discard(reset)
+        if not reset.cancelled():
+            reset.exception()  # marks it as retrieved: the caller may have left
 
     async def _reset(self, target: Target, actor: str) -> None:
         rules = await self._limiter.reset(*target)

@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import logging
 from dataclasses import replace
 
@@ -191,6 +192,25 @@ async def test_resets_above_the_bound_are_refused_until_one_is_done():
     limiter.disk.set()
     assert await asyncio.gather(*waiting) == [b""] * MAX_RESETS
     assert await service.reset_rate_limit(A_RESET, CALL) == b""
+
+
+async def test_a_failed_reset_whose_caller_left_is_no_lost_error():
+    lost = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
+    limiter = ResetProbe()
+    limiter.error = StoreUnavailableError("the disk is full")
+    limiter.disk.clear()
+    service = service_of(limiter=limiter)
+    left = asyncio.ensure_future(service.reset_rate_limit(A_RESET, CALL))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    limiter.disk.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    gc.collect()
+    assert not lost
 
 
 async def test_a_reset_whose_caller_left_counts_until_it_is_done_and_is_logged(caplog):

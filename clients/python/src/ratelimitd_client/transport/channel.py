@@ -397,8 +397,10 @@ class NativeChannel:
         try:
             async with asyncio.timeout(CONNECT_S):
                 await self._open(address, link)
-                # Shielded: a timeout would cancel it, and the connection would look ready.
-                await asyncio.shield(link.ready)
+                # Awaited itself, a timeout would cancel it, and the connection would look ready. Shielded, its failure
+                # after a cancellation would be logged since Python 3.14.
+                await asyncio.wait([link.ready])
+                link.ready.result()
         except asyncio.CancelledError:
             link.abort()
             raise
