@@ -32,7 +32,11 @@ TOOLS = (
 )
 """Imports of those tests, from requirements/dev.in."""
 TESTS = (
-    *(f"tests/unit/{name}" for name in ("algorithms", "buckets", "http2", "ledger", "wire")),
+    *(
+        f"tests/unit/{name}"
+        for name in ("algorithms", "buckets", "http2", "ledger", "services", "settings", "wire")
+    ),
+    "tests/client/transport/test_channel.py",
     "tests/rpc/test_checks.py",
     "tests/unit/rules/sql/test_sqlite.py",
 )
