@@ -4,6 +4,7 @@ import asyncio
 import sqlite3
 import time
 import uuid
+from contextlib import closing
 
 import grpc
 import httpx
@@ -101,7 +102,7 @@ async def test_rules_revert_to_an_earlier_revision(node):
 async def test_the_audit_trail_has_one_row_per_set_and_its_changes(node, tmp_path):
     first = await node.rule("/a")
     await apply(node, rule("/a", 5), rule("/b"))
-    with sqlite3.connect(tmp_path / "rules.db") as connection:
+    with closing(sqlite3.connect(tmp_path / "rules.db")) as connection:
         rows = connection.execute(
             "SELECT revision, action, actor, after FROM rule_audit"
         ).fetchall()

@@ -146,7 +146,9 @@ class SqliteDatabase:
         self._threads.add(connection._thread)  # noqa: SLF001 - the driver has no public way to join it
         opening = asyncio.ensure_future(connection)
         try:
-            return await asyncio.shield(opening)
+            # Not shielded: that logs a failure after the cancellation since Python 3.14.
+            await asyncio.wait([opening])
+            return opening.result()
         except asyncio.CancelledError:
             # If the await itself were cancelled, the driver would never close the connection that its thread opens.
             opening.add_done_callback(_stop)
