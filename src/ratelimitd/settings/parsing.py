@@ -137,6 +137,15 @@ def names(text: str) -> tuple[str, ...]:
     return found
 
 
+def host_names(text: str) -> tuple[str, ...]:
+    """Parse names of hosts separated by commas, as clients send them without the port; empty = none."""
+    found = names(text)
+    # A scheme, a port or a wildcard would match no request.
+    fits = all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in found)
+    require(fits, "must be names of hosts without scheme and port, separated by commas")
+    return found
+
+
 def certificate_names(text: str) -> tuple[str, ...]:
     """Parse subject alternative names separated by commas, IP addresses in any notation; empty = none."""
     return tuple(map(_canonical_ip, names(text)))

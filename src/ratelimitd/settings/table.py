@@ -24,13 +24,13 @@ from ratelimitd.settings.parsing import (
     covers_everything,
     database_url,
     fraction,
+    host_names,
     identifier_headers,
     identifier_keys,
     identifier_types,
     key_secret,
     masked,
     masked_url,
-    names,
     node_id,
     on_off,
     one_of,
@@ -95,7 +95,7 @@ class Settings:
         "gRPC address as HOST:PORT; port 0 picks a free one")]
     http_listen: Annotated[Address | None, SettingSpec("127.0.0.1:8080", optional(address),
         "HTTP address for the page, JSON, metrics and probes; empty = off")]
-    http_hosts: Annotated[tuple[str, ...], SettingSpec("", names,
+    http_hosts: Annotated[tuple[str, ...], SettingSpec("", host_names,
         "further Host names of the HTTP page, comma-separated")]
     database_url: Annotated[str, SettingSpec("sqlite:///ratelimitd.db", database_url,
         "rule database, sqlite:///PATH or postgresql://…", masked_url)]

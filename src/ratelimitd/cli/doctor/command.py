@@ -14,6 +14,7 @@ import typer
 from ratelimitd.cli.client_options import EXIT_ERROR
 from ratelimitd.cli.doctor.files import (
     check_admin_token,
+    check_record_dir,
     check_rules_file,
     check_secrets,
     check_state_dir,
@@ -97,6 +98,7 @@ async def _look(settings: Settings) -> list[Finding]:
         *check_tls(settings, datetime.now(UTC)),
         *check_rules_file(settings),
         *check_state_dir(settings),
+        *check_record_dir(settings),
         *await check_database(settings),
         *await check_shared_state(settings),
         *check_answer_without(settings),

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from ratelimitd.buckets.state_dir import LOCK_NAME, is_held
 from ratelimitd.cli.doctor.finding import Finding, ok, problem, warning
@@ -22,7 +22,7 @@ from ratelimitd.settings.table import Settings
 
 # The standard library shows the dates only of authorities, or of a peer's certificate after a handshake.
 _VALIDITY: Final = re.compile(
-    rb"\x30[\x1e\x20\x22](?:\x17\x0d\d{12}|\x18\x0f\d{14})Z(?:\x17\x0d(\d{12})|\x18\x0f(\d{14}))Z"
+    rb"\x30[\x1e\x20\x22](?:\x17\x0d(\d{12})|\x18\x0f(\d{14}))Z(?:\x17\x0d(\d{12})|\x18\x0f(\d{14}))Z"
 )
 """The validity in the DER of a certificate (RFC 5280 section 4.1.2.5): a SEQUENCE of two times, each a UTCTime, whose
 year has two digits, or a GeneralizedTime."""
@@ -31,30 +31,43 @@ _YEARS_OF_1900: Final = 50
 """Two-digit years from this on are of the last century."""
 
 
-def expiries(pem: str) -> list[datetime]:
-    """Return when each certificate of a PEM text expires, in their order.
+class Validity(NamedTuple):
+    """When a certificate becomes valid, and when it expires."""
+
+    begins: datetime
+    ends: datetime
+
+
+def validities(pem: str) -> list[Validity]:
+    """Return when each certificate of a PEM text is valid, in their order.
 
     Raises:
         ValueError: one of them is invalid.
     """
-    return [not_after(base64.b64decode(match[2])) for match in CERTIFICATE.finditer(pem)]
+    return [validity(base64.b64decode(match[2])) for match in CERTIFICATE.finditer(pem)]
 
 
-def not_after(der: bytes) -> datetime:
-    """Return when a certificate expires.
+def validity(der: bytes) -> Validity:
+    """Return when a certificate is valid.
 
     Raises:
-        ValueError: it is invalid.
+        ValueError: it is no certificate.
     """
     found = _VALIDITY.search(der)
     if found is None:
         message = "not a certificate"
         raise ValueError(message)
-    short, text = found[1], (found[1] or found[2]).decode()
+    return Validity(_time(found[1], found[2]), _time(found[3], found[4]))
+
+
+def _time(short: bytes | None, full: bytes | None) -> datetime:
+    text = (short or full or b"").decode()
     if short:
         text = ("19" if int(text[:2]) >= _YEARS_OF_1900 else "20") + text
     return datetime.strptime(text, "%Y%m%d%H%M%S").replace(tzinfo=UTC)
 
+
+_DAY: Final = "%Y-%m-%d %H:%M UTC"
 
 SOON: Final = timedelta(days=14)
 """A certificate that expires within this time is reported."""
@@ -136,6 +149,16 @@ def check_tls(settings: Settings, now: datetime) -> Iterator[Finding]:
     yield _privacy("TLS_KEY", files.key) or ok("TLS_KEY", f"{files.key} is private")
 
 
+def check_record_dir(settings: Settings) -> Iterator[Finding]:
+    """Check the directory of recorded checks."""
+    path = settings.record_dir
+    if path is None:
+        return
+    unusable = _unusable("RECORD_DIR", path)
+    what = f"{path} is writable" if path.exists() else f"{path} will be made"
+    yield unusable or ok("RECORD_DIR", what)
+
+
 def check_rules_file(settings: Settings) -> Iterator[Finding]:
     """Check the file that seeds a new rule book."""
     # Imports the stores, which other commands do without.
@@ -189,21 +212,12 @@ def check_tokens_file(settings: Settings, now: datetime) -> Iterator[Finding]:
 def check_state_dir(settings: Settings) -> Iterator[Finding]:
     """Check the state directory; with several processes, that of the parent."""
     path = settings.state_dir
-    if not path.exists():
-        parent = next(parent for parent in path.absolute().parents if parent.exists())
-        if os.access(parent, os.W_OK | os.X_OK):
-            yield ok("STATE_DIR", f"{path} will be made")
-        else:
-            yield problem(
-                "STATE_DIR",
-                f"{path} cannot be made in {parent}",
-                "make it, owned by the node's user",
-            )
+    unusable = _unusable("STATE_DIR", path)
+    if unusable is not None:
+        yield unusable
         return
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        yield problem(
-            "STATE_DIR", f"{path} is not writable", "give it to the node's user, mode 0700"
-        )
+    if not path.exists():
+        yield ok("STATE_DIR", f"{path} will be made")
         return
     free = shutil.disk_usage(path).free
     if free < LITTLE_SPACE_BYTES:
@@ -217,6 +231,20 @@ def check_state_dir(settings: Settings) -> Iterator[Finding]:
         )
         return
     yield _privacy("STATE_DIR", path) or ok("STATE_DIR", f"{path} is private, {state}")
+
+
+def _unusable(area: str, path: Path) -> Finding | None:
+    """Return a finding if a node cannot make a directory, or cannot write into it."""
+    if not path.exists():
+        parent = next(parent for parent in path.absolute().parents if parent.exists())
+        if os.access(parent, os.W_OK | os.X_OK):
+            return None
+        what = f"{path} cannot be made in {parent}"
+        return problem(area, what, "make it, owned by the node's user")
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        what = f"{path} is not writable"
+        return problem(area, what, "give it to the node's user, mode 0700")
+    return None
 
 
 def _is_locked(path: Path) -> bool:
@@ -243,8 +271,12 @@ def _privacy(area: str, path: Path) -> Finding | None:
 
 
 def _expiry(area: str, pem: bytes, now: datetime) -> Finding:
-    end = min(expiries(pem.decode("ascii", "ignore")))
-    day = end.strftime("%Y-%m-%d %H:%M UTC")
+    found = validities(pem.decode("ascii", "ignore"))
+    first, end = found[0], min(each.ends for each in found)
+    if first.begins > now:  # those after it are of authorities
+        what = f"not valid before {first.begins:{_DAY}}"
+        return problem(area, what, "wait, replace it, or correct this machine's clock")
+    day = f"{end:{_DAY}}"
     if end <= now:
         return problem(area, f"expired on {day}", "replace it; a running node loads it")
     if end - now < SOON:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import errno
 import importlib.util
+import os
 import resource
 import ssl
 from collections.abc import Iterator, Sequence
@@ -91,16 +93,25 @@ def check_event_loop() -> Iterator[Finding]:
 
 async def check_ports(settings: Settings) -> list[Finding]:
     """Check the ports of the node: free, or in use by a running one."""
-    grpc = await _port(
-        "LISTEN",
-        settings.listen,
-        tls=settings.tls_cert is not None,
-        is_silent=settings.tls_client_ca is not None or settings.transport != "native",
-        is_ours=_running(settings) == str(settings.listen),
-    )
-    if settings.http_listen is None:
-        return [grpc]
-    return [grpc, await _port("HTTP_LISTEN", settings.http_listen, tls=settings.http_tls)]
+    is_ours = _running(settings) == str(settings.listen)
+    found = [
+        await _port(
+            "LISTEN",
+            settings.listen,
+            tls=settings.tls_cert is not None,
+            is_silent=settings.tls_client_ca is not None or settings.transport != "native",
+            is_ours=is_ours,
+        )
+    ]
+    if settings.http_listen is not None:
+        found.append(await _port("HTTP_LISTEN", settings.http_listen, tls=settings.http_tls))
+    if settings.spoe_listen is not None:
+        found.append(
+            await _port(
+                "SPOE_LISTEN", settings.spoe_listen, tls=False, is_silent=True, is_ours=is_ours
+            )
+        )
+    return found
 
 
 async def _port(
@@ -119,7 +130,7 @@ async def _port(
         answer = b"" if is_ours else await _answer(address, tls=tls)
         if is_ours or any(sign in answer for sign in SIGNS):
             return ok(name, f"{address}: a ratelimitd listens there")
-        if is_silent:
+        if is_silent and reason == os.strerror(errno.EADDRINUSE):
             what = f"{address} is in use, by this node or another process"
             return warning(name, what, "fine if it is this node: see `ratelimitd health`")
         remedy = f"stop what listens there, or choose another {name}"

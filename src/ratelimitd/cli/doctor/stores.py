@@ -405,7 +405,7 @@ async def check_database(settings: Settings) -> list[Finding]:
             remedy = "back it up first; serve upgrades it at its start, and there is no downgrade"
             return [warning(DATABASE_AREA, what, remedy)]
         upgrade = "ratelimitd db upgrade"
-        remedy = upgrade if upgrade in what else "docs/operations.md has a row for this message"
+        remedy = upgrade if upgrade in what else "look at the file or server of DATABASE_URL"
         return [problem(DATABASE_AREA, what, remedy)]
     what = f"{url.place}: {contents.rules} rules, revision {contents.revision}, can be written"
     remedy = "ratelimitd rules apply -f rules.yaml; until then every check is allowed"

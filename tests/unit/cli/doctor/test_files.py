@@ -16,6 +16,7 @@ from ratelimitd.cli.doctor import files
 from ratelimitd.cli.doctor.files import (
     SOON,
     check_admin_token,
+    check_record_dir,
     check_rules_file,
     check_secrets,
     check_state_dir,
@@ -137,9 +138,9 @@ def test_missing_secret_file_is_a_problem(tmp_path):
 def tls(tmp_path):
     """Write a certificate with the given expiry, and return the settings."""
 
-    def make(expires=NOW + timedelta(days=365), key_mode=0o600):
+    def make(expires=NOW + timedelta(days=365), key_mode=0o600, begins=NOW - timedelta(days=9)):
         ca = trustme.CA()
-        cert = ca.issue_cert("localhost", not_before=NOW - timedelta(days=9), not_after=expires)
+        cert = ca.issue_cert("localhost", not_before=begins, not_after=expires)
         (tmp_path / "cert").write_bytes(cert.cert_chain_pems[0].bytes())
         private(tmp_path / "key", cert.private_key_pem.bytes()).chmod(key_mode)
         (tmp_path / "ca").write_bytes(ca.cert_pem.bytes())
@@ -166,6 +167,13 @@ def test_long_valid_certificates_are_fine(tls):
 )  # fmt: skip
 def test_certificate_that_expires_soon_is_reported(tls, left, level):
     assert next(check_tls(tls(NOW + left), NOW)).level == level
+
+
+def test_certificate_that_is_not_valid_yet_is_a_problem(tls):
+    chosen = tls(begins=NOW + timedelta(minutes=1))
+    first = next(check_tls(chosen, NOW))
+    assert (first.level, first.what) == ("problem", "not valid before 2030-01-01 00:01 UTC")
+    assert next(check_tls(chosen, NOW + timedelta(minutes=1))).level == "ok"
 
 
 def test_key_readable_by_everybody_is_reported(tls):
@@ -232,6 +240,13 @@ def test_missing_state_directory_will_be_created(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def test_directory_of_recorded_checks_is_checked_if_set(tmp_path):
+    assert not list(check_record_dir(settings()))
+    for path in (tmp_path, tmp_path / "a"):
+        assert one(check_record_dir(settings(record_dir=path))).level == "ok"
+    assert not (tmp_path / "a").exists()
+
+
 @pytest.fixture
 def not_allowed(monkeypatch):
     """Deny access: tests may run as root, who has all permissions."""
@@ -241,6 +256,8 @@ def not_allowed(monkeypatch):
 def test_directory_that_cannot_be_created_or_written_is_a_problem(tmp_path, not_allowed):
     for path in (tmp_path / "a", tmp_path):
         assert one(check_state_dir(settings(state_dir=path))).level == "problem"
+        finding = one(check_record_dir(settings(record_dir=path)))
+        assert (finding.area, finding.level) == ("RECORD_DIR", "problem")
 
 
 def test_state_directory_that_cannot_be_locked_is_a_problem(tmp_path, monkeypatch):

@@ -101,9 +101,22 @@ async def test_port_of_another_program_is_a_problem(answer):
         assert finding.level == "warning"
 
 
+async def test_port_for_haproxy_is_checked(tmp_path):
+    given = {"trusted_proxies": "127.0.0.1", "state_dir": tmp_path, "loopback_admin": "off"}
+    async with running_node(spoe_listen="127.0.0.1:0", **given) as node:
+        given |= {"listen": node.grpc_address, "http_listen": "", "spoe_listen": node.spoe_address}
+        *_, finding = await ports(**given)
+        assert (finding.area, finding.level) == ("SPOE_LISTEN", "ok")
+        *_, finding = await ports(**given | {"state_dir": tmp_path / "other"})
+        assert (finding.level, "in use, by this node or" in finding.what) == ("warning", True)
+    *_, finding = await ports(**given)
+    assert finding.what.endswith(": free")
+
+
 async def test_address_of_another_machine_is_a_problem():
-    [finding] = await ports(listen="192.0.2.1:9090", http_listen="")
-    assert finding.level == "problem"
+    for transport in ("native", "grpcio"):
+        [finding] = await ports(listen="192.0.2.1:9090", http_listen="", transport=transport)
+        assert (finding.level, "Cannot assign" in finding.what) == ("problem", True)
 
 
 async def unmatched(state_dir, **given):
