@@ -9,9 +9,15 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Final, NamedTuple
 
 from ratelimitd.errors import FieldViolation, RuleBookConflictError, RuleInvalidError
-from ratelimitd.model import types_within
 from ratelimitd.rules.store import RuleDraft
-from ratelimitd.rules.validation import RuleRow, etag_of, is_rule_id, type_problem, validated
+from ratelimitd.rules.validation import (
+    RuleRow,
+    etag_of,
+    is_rule_id,
+    type_problem,
+    types_beside,
+    validated,
+)
 
 MAX_APPLIED: Final = 20_000
 """Maximum rules per call: it holds the revision lock, for which other writers wait up to 2 s, for about 1 s."""
@@ -163,8 +169,7 @@ class BookDiff:
 
     def _check_type(self, index: int, row: RuleRow, before: RuleRow | None) -> None:
         problem = self._undeclared.pop(index, "")
-        kept = types_within(str(before.identifier_type)) if before else ()
-        if problem and type_problem(row.identifier_type, (*self._types, *kept)):
+        if problem and type_problem(row.identifier_type, types_beside(self._types, before)):
             self._complain(index, "identifier_type", problem)
 
     def _complain(self, index: int, field: str, text: str) -> None:

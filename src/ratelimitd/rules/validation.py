@@ -456,6 +456,12 @@ def type_problem(identifier_type: Any, types: Collection[str] | None = None) -> 
     return f"must be one of {named}"
 
 
+def types_beside(declared: Iterable[str], stored: Rule | RuleRow | None) -> tuple[str, ...]:
+    """Return the identifier types that an edit may use: declared ones, and those of the stored rule, which may stay."""
+    kept = types_within(str(stored.identifier_type)) if stored else ()
+    return tuple(dict.fromkeys((*declared, *kept)))
+
+
 def choice_of(types: Iterable[str], more: str = "") -> str:
     """List identifier types and ``more`` for an error message, with the setting that declares further types.
 

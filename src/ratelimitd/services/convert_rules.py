@@ -169,7 +169,7 @@ def update_of(message: Any, types: Collection[str] | None = None) -> Update:
         rule_id = canonical_id(text_of(rule.id), "rate_limit.id")
     except RuleInvalidError as error:
         raise RuleInvalidError(*error.violations, *violations) from None
-    if violations if paths else _rule_violations(rule):
+    if violations and (paths or _rule_violations(rule)):
         raise RuleInvalidError(*violations)
     return Update(rule_id, _changes_of(rule, paths), text_of(rule.etag), (*violations,))
 

@@ -29,7 +29,7 @@ from ratelimitd.errors import (
     RulesFullError,
     StoreUnavailableError,
 )
-from ratelimitd.model import IdentifierType, Rule, types_within
+from ratelimitd.model import IdentifierType, Rule
 from ratelimitd.rules.applying import ACTIONS, BookDiff, Change
 from ratelimitd.rules.assignments import MAX_ASSIGNMENTS
 from ratelimitd.rules.sql.applying import (
@@ -80,7 +80,14 @@ from ratelimitd.rules.store import (
     limit_count,
     steps,
 )
-from ratelimitd.rules.validation import RuleRow, canonical_id, etag_of, rule_from_row, validated
+from ratelimitd.rules.validation import (
+    RuleRow,
+    canonical_id,
+    etag_of,
+    rule_from_row,
+    types_beside,
+    validated,
+)
 
 SEARCH_WAIT_S: Final = 5.0
 """Longest wait for other searches of the audit trail; as long as for a connection."""
@@ -183,8 +190,7 @@ class SqlRuleStore:
             revision = await next_revision(connection)
             before = await _stored_row(connection, rule_id, etag)
             draft = changes.apply(before.draft())
-            # A type that is no longer declared may stay.
-            types = dict.fromkeys((*self._types, *types_within(str(before.identifier_type))))
+            types = types_beside(self._types, before)
             unchanged = validated(draft, rule_id=rule_id, revision=before.revision, types=types)
             if RuleRow.of(unchanged) == before:
                 return unchanged

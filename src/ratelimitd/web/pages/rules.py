@@ -18,6 +18,7 @@ from starlette.routing import BaseRoute, Route
 from ratelimitd.model import EVERYBODY, Algorithm, IdentifierType, Rule, types_within
 from ratelimitd.rpc.interface import StatusCode
 from ratelimitd.rules.book import RuleBook
+from ratelimitd.rules.validation import types_beside
 from ratelimitd.web.pages.audit import AuditTrail
 from ratelimitd.web.pages.overview import SPAN_WORDS
 from ratelimitd.web.pages.page_base import CONFIG, Endpoint, Fields, Frame, Rejected
@@ -182,8 +183,7 @@ class RulesPages:
 
         ``rule`` is the edited rule, which may keep a type that is no longer declared.
         """
-        kept = types_within(rule.identifier_type) if rule else ()
-        if errors := form.errors(tuple(dict.fromkeys((*self._parts.types, *kept)))):
+        if errors := form.errors(types_beside(self._parts.types, rule)):
             return errors
         wanted = form.checked()
         for other in self._current_book().candidates(wanted.endpoint, wanted.identifier_type):
