@@ -227,7 +227,7 @@ def application(parts: Parts) -> ASGIApp:
         if accepts_html(request):
             response = frame.message(request, title, "", error.status_code)
         else:
-            response = PlainTextResponse(f"{title}\n", error.status_code)
+            response = PlainTextResponse(f"{title}\n", error.status_code, headers=error.headers)
         if error.status_code == METHOD_NOT_ALLOWED:
             # Not the error's own: that names the methods of one route of several with this path.
             response.headers["Allow"] = ", ".join(sorted(_methods_of(request.scope, routes)))

@@ -152,11 +152,8 @@ def check_tls(settings: Settings, now: datetime) -> Iterator[Finding]:
 def check_record_dir(settings: Settings) -> Iterator[Finding]:
     """Check the directory of recorded checks."""
     path = settings.record_dir
-    if path is None:
-        return
-    unusable = _unusable("RECORD_DIR", path)
-    what = f"{path} is writable" if path.exists() else f"{path} will be made"
-    yield unusable or ok("RECORD_DIR", what)
+    if path is not None:
+        yield _unless_writable("RECORD_DIR", path) or ok("RECORD_DIR", f"{path} is writable")
 
 
 def check_rules_file(settings: Settings) -> Iterator[Finding]:
@@ -212,12 +209,8 @@ def check_tokens_file(settings: Settings, now: datetime) -> Iterator[Finding]:
 def check_state_dir(settings: Settings) -> Iterator[Finding]:
     """Check the state directory; with several processes, that of the parent."""
     path = settings.state_dir
-    unusable = _unusable("STATE_DIR", path)
-    if unusable is not None:
-        yield unusable
-        return
-    if not path.exists():
-        yield ok("STATE_DIR", f"{path} will be made")
+    if found := _unless_writable("STATE_DIR", path):
+        yield found
         return
     free = shutil.disk_usage(path).free
     if free < LITTLE_SPACE_BYTES:
@@ -233,12 +226,12 @@ def check_state_dir(settings: Settings) -> Iterator[Finding]:
     yield _privacy("STATE_DIR", path) or ok("STATE_DIR", f"{path} is private, {state}")
 
 
-def _unusable(area: str, path: Path) -> Finding | None:
-    """Return a finding if a node cannot make a directory, or cannot write into it."""
+def _unless_writable(area: str, path: Path) -> Finding | None:
+    """Return a finding on a directory that a node must make first, or cannot write into."""
     if not path.exists():
         parent = next(parent for parent in path.absolute().parents if parent.exists())
         if os.access(parent, os.W_OK | os.X_OK):
-            return None
+            return ok(area, f"{path} will be made")
         what = f"{path} cannot be made in {parent}"
         return problem(area, what, "make it, owned by the node's user")
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):

@@ -213,7 +213,9 @@ def _list_edited(was: Sequence[Limit], will: Sequence[Limit]) -> list[str]:
             observes = limit.enforcement is Enforcement.OBSERVE
             what = "only observes from now on" if observes else "denies from now on"
             sentences.append(f"{name} {what}, and keeps what it counted.")
-    return sentences or [_ORDER] * ([*before] != [*after])
+    if not sentences and [*before] != [*after]:
+        return [_ORDER]
+    return sentences
 
 
 def _limit_edited(was: Limit, will: Limit) -> str:
