@@ -1,5 +1,6 @@
 """Spans at a real receiver, and while it is unavailable."""
 
+import http.client
 import logging
 import socket
 import threading
@@ -164,8 +165,9 @@ async def test_an_export_ends_in_time_however_the_collector_answers(monkeypatch,
     receiver.wait_for(1)
     tracer.begin("dropped while the first is being sent").end()
     await tracer.close()
-    # Since Python 3.14 it does not read such an answer for ever.
-    assert [thread.name for thread in threading.enumerate()].count("spans") <= 1
+    # Newer releases of Python give up such an answer themselves, sooner or later.
+    stuck = {0, 1} if hasattr(http.client, "_MAXINTERIMRESPONSES") else {1}
+    assert [thread.name for thread in threading.enumerate()].count("spans") in stuck
     assert [record.getMessage().partition(" to ")[0] for record in caplog.records] == [
         "traces cannot be sent"
     ]

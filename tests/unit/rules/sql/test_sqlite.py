@@ -101,11 +101,8 @@ async def test_writer_waits_for_another_up_to_the_busy_timeout(path):
 
 
 async def test_writers_of_one_process_take_turns(path):
-    database, held, release = (
-        SqliteDatabase(path, busy_timeout_s=0.0),
-        asyncio.Event(),
-        asyncio.Event(),
-    )
+    database = SqliteDatabase(path, busy_timeout_s=0.0)
+    held, release = asyncio.Event(), asyncio.Event()
 
     async def hold():
         async with database.writing():

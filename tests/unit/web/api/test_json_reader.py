@@ -1,4 +1,5 @@
 import json
+import sys
 from contextlib import suppress
 
 import pytest
@@ -146,12 +147,10 @@ def test_any_bytes_are_read_or_refused(body):
 
 @pytest.mark.parametrize("nested", [b"[", b'{"rate_limit":'])
 def test_a_deeply_nested_body_is_refused(nested):
-    # Since Python 3.14 the whole of it is read.
-    descriptions = (
-        "is nested too deeply",
-        f"is not JSON at line 1, column {len(nested) * 10_000 + 1}",
-    )
-    assert complaints(nested * 10_000)["body"] in descriptions
+    description = "is nested too deeply"
+    if sys.version_info >= (3, 14):  # which reads the whole of it
+        description = f"is not JSON at line 1, column {len(nested) * 10_000 + 1}"
+    assert complaints(nested * 10_000) == {"body": description}
 
 
 @pytest.mark.parametrize(
