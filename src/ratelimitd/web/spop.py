@@ -26,6 +26,8 @@ VERSION: Final = b"2.0"
 
 MAX_FRAME_BYTES: Final = 65_536
 """Longest frame. HAProxy's own bound is its buffer, 16 KiB by default."""
+MIN_FRAME_BYTES: Final = 256
+"""HAProxy's own minimum."""
 MAX_DIGITS: Final = 10
 """Digits of the frame size that HAProxy announces."""
 _LENGTH_BYTES: Final = 4
@@ -70,7 +72,20 @@ class Status(enum.IntEnum):
     NORMAL = 0
     TOO_BIG = 3
     INVALID = 4
+    NO_VERSION = 5
+    NO_FRAME_SIZE = 6
+    NO_CAPABILITIES = 7
     BAD_VERSION = 8
+    BAD_FRAME_SIZE = 9
+    FRAGMENTED = 10
+
+
+_MANDATORY: Final[Mapping[bytes, Status]] = {
+    b"supported-versions": Status.NO_VERSION,
+    b"max-frame-size": Status.NO_FRAME_SIZE,
+    b"capabilities": Status.NO_CAPABILITIES,
+}
+"""Items of a HELLO, and the status if one is missing."""
 
 
 class SpopError(Exception):
@@ -164,7 +179,7 @@ def read_frame(data: bytes) -> Frame:
     kind = reader.take(1)[0]
     flags = int.from_bytes(reader.take(4))
     if not flags & _FIN:
-        raise SpopError(Status.INVALID)
+        raise SpopError(Status.FRAGMENTED)
     return Frame(kind, reader.varint(), reader.varint(), reader.rest())
 
 
@@ -229,15 +244,19 @@ def hello_answer(payload: bytes) -> tuple[bytes, bool]:
     """Return the answer to a HELLO, and whether it is a health check, after which the connection ends.
 
     Raises:
-        SpopError: it is malformed, or of another version.
+        SpopError: it is malformed, incomplete, or of another version.
     """
     given = dict(_Reader(payload).pairs())
-    versions = [one.strip() for one in given.get(b"supported-versions", b"").split(b",")]
-    if VERSION not in versions:
+    for name, status in _MANDATORY.items():
+        if name not in given:
+            raise SpopError(status)
+    if VERSION not in [one.strip() for one in given[b"supported-versions"].split(b",")]:
         raise SpopError(Status.BAD_VERSION)
-    size = given.get(b"max-frame-size", b"")
-    if not size.isdigit() or len(size) > MAX_DIGITS:
+    size = given[b"max-frame-size"]
+    if not size.isdigit():
         raise SpopError(Status.INVALID)
+    if len(size) > MAX_DIGITS or int(size) < MIN_FRAME_BYTES:
+        raise SpopError(Status.BAD_FRAME_SIZE)
     fields: dict[bytes, bytes | int] = {
         b"version": VERSION,
         b"max-frame-size": min(int(size), MAX_FRAME_BYTES),

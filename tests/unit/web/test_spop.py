@@ -115,11 +115,18 @@ def test_written_frame_is_read_back():
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\x03", b"\x03\x00\x00\x00\x00\x01\x01", b"\x03\0\0\0\1\x01"]
+    ("data", "status"),
+    [
+        (b"", Status.INVALID),
+        (b"\x03", Status.INVALID),
+        (b"\x03\x00\x00\x00\x00\x01\x01", Status.FRAGMENTED),
+        (b"\x03\0\0\0\1\x01", Status.INVALID),
+    ],
 )
-def test_frame_without_its_head_and_fragment_are_refused(data):
-    with pytest.raises(SpopError):
+def test_frame_without_its_head_and_fragment_are_refused(data, status):
+    with pytest.raises(SpopError) as caught:
         read_frame(data)
+    assert caught.value.status is status
 
 
 def test_variables_have_the_transaction_scope():
@@ -139,18 +146,35 @@ def test_hello_is_answered_with_the_common_capabilities():
     assert pairs({b"max-frame-size": 65_536}) in answer
 
 
+def test_hello_without_pipelining_has_empty_capabilities():
+    answer, _ = hello_answer(pairs({**HELLO, b"capabilities": b""}))
+    assert read_frame(answer[4:]).kind == FrameType.AGENT_HELLO
+
+
+@pytest.mark.parametrize(
+    ("missing", "status"),
+    [(b"supported-versions", 5), (b"max-frame-size", 6), (b"capabilities", 7)],
+)
+def test_hello_without_a_mandatory_item_is_refused_with_the_status_of_the_protocol(missing, status):
+    given = {name: value for name, value in HELLO.items() if name != missing}
+    with pytest.raises(SpopError) as caught:
+        hello_answer(pairs(given))
+    assert caught.value.status == status
+
+
 @pytest.mark.parametrize(
     ("given", "status"),
     [
-        ({}, Status.BAD_VERSION),
-        ({**HELLO, b"supported-versions": b"3.0"}, Status.BAD_VERSION),
-        ({**HELLO, b"max-frame-size": b"many"}, Status.INVALID),
+        ({b"supported-versions": b"3.0"}, 8),
+        ({b"max-frame-size": b"many"}, 4),
+        ({b"max-frame-size": 255}, 9),
+        ({b"max-frame-size": 10_000_000_000}, 9),
     ],
 )
-def test_hello_of_another_protocol_is_refused(given, status):
+def test_hello_that_is_not_usable_is_refused_with_the_status_of_the_protocol(given, status):
     with pytest.raises(SpopError) as caught:
-        hello_answer(pairs(given))
-    assert caught.value.status is status
+        hello_answer(pairs({**HELLO, **given}))
+    assert caught.value.status == status
 
 
 class Auth:
@@ -349,7 +373,7 @@ async def test_health_check_ends_after_the_hello(connect):
     [
         (notify(), Status.INVALID),
         (frame(FrameType.ACK, b""), Status.INVALID),
-        (frame(FrameType.HAPROXY_HELLO, pairs({})), Status.BAD_VERSION),
+        (frame(FrameType.HAPROXY_HELLO, pairs({})), Status.NO_VERSION),
         (frame(FrameType.HAPROXY_DISCONNECT, b""), Status.NORMAL),
         (b"\x00\x01\x00\x01", Status.TOO_BIG),
         (b"\x00\x00\x00\x00", Status.INVALID),
