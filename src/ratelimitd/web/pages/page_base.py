@@ -65,6 +65,9 @@ CONFIG: Final = "/ratelimiter.v1.RateLimiterConfig"
 PLANS: Final = "/ratelimiter.v1.RateLimiterPlans"
 HEALTH: Final = "/ratelimiter.v1.RateLimiterHealth"
 
+NO_ETAG: Final = "-"
+"""Etag for a form that lacks one: no version has it. An empty one would match every version."""
+
 AnswerT = TypeVar("AnswerT", bound=Message)
 
 HTTP_STATUS: Final[Mapping[StatusCode, int]] = MappingProxyType(

@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute, Route
 from ratelimitd.model import RESERVED_PLANS, IdentifierType
 from ratelimitd.rpc.interface import StatusCode
 from ratelimitd.rules.assignments import expire_time_of
-from ratelimitd.web.pages.page_base import PLANS, Fields, Frame, Rejected
+from ratelimitd.web.pages.page_base import NO_ETAG, PLANS, Fields, Frame, Rejected
 from ratelimiter.v1 import ratelimiter_pb2
 
 PAGE_ASSIGNMENTS: Final = 50
@@ -131,7 +131,9 @@ class PlansPage:
         form = AssignForm.of_fields({**fields, "identifier": unquote(fields.get("identifier", ""))})
         if fields.get("step") != "store":
             return self._frame.page(request, "unassign.html", form=form)
-        message = ratelimiter_pb2.UnassignPlanRequest(identity=form.identity, etag=form.etag)
+        message = ratelimiter_pb2.UnassignPlanRequest(
+            identity=form.identity, etag=form.etag or NO_ETAG
+        )
         try:
             await self._frame.ask(request, f"{PLANS}/UnassignPlan", message, Empty)
         except Rejected as error:

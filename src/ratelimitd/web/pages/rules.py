@@ -21,7 +21,7 @@ from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.validation import types_beside
 from ratelimitd.web.pages.audit import AuditTrail
 from ratelimitd.web.pages.overview import SPAN_WORDS
-from ratelimitd.web.pages.page_base import CONFIG, Endpoint, Fields, Frame, Rejected
+from ratelimitd.web.pages.page_base import CONFIG, NO_ETAG, Endpoint, Fields, Frame, Rejected
 from ratelimitd.web.pages.rule_changes import consequences, differences
 from ratelimitd.web.pages.rule_form import PERIODS, RuleForm
 from ratelimitd.web.pages.rule_search import STATES, RuleQuery, search
@@ -161,7 +161,8 @@ class RulesPages:
     async def delete(self, request: Request, fields: Fields) -> Response:
         """Delete the rule, if it is still the previewed version."""
         rule_id = request.path_params["id"]
-        message = ratelimiter_pb2.DeleteRateLimitRequest(id=rule_id, etag=fields.get("etag", ""))
+        etag = fields.get("etag") or NO_ETAG
+        message = ratelimiter_pb2.DeleteRateLimitRequest(id=rule_id, etag=etag)
         try:
             await self._frame.ask(request, f"{CONFIG}/DeleteRateLimit", message, Empty)
         except Rejected as error:

@@ -3,6 +3,7 @@
 import html
 import re
 
+import pytest
 import pytest_asyncio
 
 from ratelimitd.testing import running_node
@@ -97,9 +98,10 @@ async def test_plan_is_unassigned_after_confirmation(visitor):
     assert "the identity is assigned to no plan" in text_of(answer)
 
 
-async def test_assignment_changed_meanwhile_is_not_removed(visitor):
+@pytest.mark.parametrize("etag", ["stale", ""])
+async def test_assignment_changed_meanwhile_is_not_removed(visitor, etag):
     await assigned(visitor)
-    stale = {**ALICE, "etag": "stale", "step": "store"}
+    stale = {**ALICE, "etag": etag, "step": "store"}
     answer = await visitor.post("/plans/unassign", stale)
     assert answer.status_code == 409
     assert "This assignment was changed meanwhile" in text_of(answer)

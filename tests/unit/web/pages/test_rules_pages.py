@@ -273,6 +273,17 @@ async def test_stale_edit_is_refused_with_both_versions(visitor, node):
     assert [rule.limit for rule in book_of(node).rules()] == [77]
 
 
+async def test_deletion_without_an_etag_is_refused_like_an_edit(visitor, node):
+    address = await created(visitor)
+    for path, fields in (("", {**RULE, "step": "store"}), ("/delete", {}), ("/delete", {"etag": ""})):
+        answer = await visitor.post(address + path, fields)
+        assert answer.status_code == 409
+    assert STALE in answer.text
+    assert len([*book_of(node).rules()]) == 1
+    answer = await visitor.post(f"{address}/delete", hidden_in(answer.text))
+    assert answer.headers["location"] == "/rules?done=deleted"
+
+
 async def test_stale_edit_with_errors_is_shown_as_typed(visitor):
     address = await created(visitor)
     fields = {**await opened(visitor, address), "limit": "many", "etag": "old"}
