@@ -82,6 +82,15 @@ _VERSION: Final = "1"
 _MAX_TIMEOUT_DIGITS: Final = 10
 
 
+def retry_after(error: RpcError) -> dict[str, str]:
+    """Return the header ``Retry-After`` of an error, if it has a delay."""
+    retry = error_details_pb2.RetryInfo()
+    details = status_pb2.Status.FromString(error.details).details
+    if any(detail.Unpack(retry) for detail in details):
+        return {"Retry-After": str(retry.retry_delay.seconds)}
+    return {}
+
+
 class Connect:
     """Base of the two codecs."""
 
@@ -103,13 +112,10 @@ class Connect:
     def failure(self, error: RpcError) -> Response:
         """Return an HTTP status for the code, and a body with code, text and details."""
         content: dict[str, Any] = {"code": _CODES[error.code], "message": error.message}
-        headers = {}
+        headers = retry_after(error)
         details = status_pb2.Status.FromString(error.details).details
         if details:
             content["details"] = [*map(_detail, details)]
-        retry = error_details_pb2.RetryInfo()
-        if any(detail.Unpack(retry) for detail in details):
-            headers["Retry-After"] = str(retry.retry_delay.seconds)
         if error.code is StatusCode.UNAUTHENTICATED:
             headers["WWW-Authenticate"] = "Bearer"
         if isinstance(error, EncodingUnsupportedError):

@@ -104,10 +104,13 @@ ANSWERS: Final[Mapping[Cause, Answer]] = MappingProxyType(
 class Refused(Exception):  # noqa: N818 -- an answer, not a failure
     """Ends a request with the answer for this cause; ``text`` replaces the text of the table."""
 
-    def __init__(self, cause: Cause, text: str = "") -> None:
+    def __init__(
+        self, cause: Cause, text: str = "", headers: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         super().__init__(cause)
         self.cause = cause
         self.text = text or ANSWERS[cause].text
+        self.headers = headers
 
 
 Count = Callable[[Cause], None]

@@ -143,7 +143,9 @@ class Frame:
                 cause = Cause.SESSION_EXPIRED if expired else Cause.LOGIN_REQUIRED
                 raise Refused(cause) from None
             if error.code is StatusCode.RESOURCE_EXHAUSTED:
-                raise Refused(Cause.TOO_MANY_LOGINS) from None
+                raise Refused(
+                    Cause.TOO_MANY_LOGINS, headers=connect.retry_after(error)
+                ) from None
             raise Refused(Cause.NOT_ALLOWED, error.message) from None
         visitor = visitor._replace(admitted=True)
         request.state.visitor = visitor
@@ -258,7 +260,9 @@ class Frame:
             return RedirectResponse(login_url(request), 303)
         self.parts.refused(cause)
         answer = ANSWERS[cause]
-        return self.message(request, answer.title, error.text, answer.status, login=login)
+        response = self.message(request, answer.title, error.text, answer.status, login=login)
+        response.headers.update(error.headers)
+        return response
 
     def demand(self, request: Request, requirement: Requirement) -> None:
         """Refuse a visitor who lacks a role beyond the reading role.
