@@ -1,7 +1,10 @@
 """`serve`, `token` and `db upgrade`."""
 
 import dataclasses
+import signal
 import sqlite3
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -59,6 +62,32 @@ def test_help_lists_every_setting_with_its_default(run):
     for setting in SETTINGS:
         assert flag_of(setting.name) in out
         assert _without_spaces(setting.default) in out
+
+
+SIGNALLED = """
+import os, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), {number})
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["ratelimitd", "serve"]
+from ratelimitd.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("module", ["ratelimitd.cli.commands", "ratelimitd.node.supervisor"])
+def test_signal_during_the_imports_ends_the_process_with_status_0(module, number, tmp_path):
+    code = SIGNALLED.format(module=module, number=int(number))
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=False, timeout=60
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
+    assert not [*tmp_path.iterdir()]
 
 
 def _without_spaces(text):
