@@ -406,6 +406,7 @@ class Node:
             self._late_key = None
         self._limiter.replace_book(book)
         self.stats.forget_rules(lambda rule_id: book.get(rule_id) is not None)
+        self._denials.forget_matched(book)
         self._context.rules_revision = book.revision
         self._grpc_health.set_serving()
         self._rules_log.take(book.revision, len(book))

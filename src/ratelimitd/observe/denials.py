@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from heapq import nlargest
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from ratelimitd.counters import CheckStats
-from ratelimitd.model import IdentifierType, types_within
+from ratelimitd.model import Check, IdentifierType, types_within
 from ratelimitd.observe.logs import masked, shown
+from ratelimitd.rules.book import RuleBook
 
 # The most frequent items in bounded memory: the sketch of Misra and Gries ("Finding repeated elements", 1982) in the
 # variant with cheap additions (Anderson et al., "A high-performance algorithm for identifying frequent items in data
@@ -49,6 +51,10 @@ class FrequentItems(Generic[Item]):
         self._counts = {
             item: count * factor for item, count in self._counts.items() if count * factor > FADED
         }
+
+    def drop(self, unwanted: Callable[[Item], bool]) -> None:
+        """Forget the items for which ``unwanted`` returns true."""
+        self._counts = {item: count for item, count in self._counts.items() if not unwanted(item)}
 
     def top(self, most: int) -> list[tuple[Item, float]]:
         """Return the ``most`` frequent items with their counts, the most frequent first."""
@@ -138,10 +144,11 @@ class Denials:
         self._identifiers: FrequentItems[tuple[bytes, str]] = FrequentItems(SIZE)
         self.record = self._denied.record
         """Records (identifier, scope) of a denied check."""
-        self._without_rule: _RecentChecks[str] = _RecentChecks(lambda: stats.no_rule_total)
-        self._unmatched: FrequentItems[str] = FrequentItems(SIZE)
+        self._without_rule: _RecentChecks[Check] = _RecentChecks(lambda: stats.no_rule_total)
+        self._unmatched: FrequentItems[tuple[str, tuple[str, ...]]] = FrequentItems(SIZE)
+        """By endpoint and identifier types."""
         self.record_without_rule = self._without_rule.record
-        """Records the endpoint of a check without a rule."""
+        """Records a check without a rule."""
 
     def fold(self) -> None:
         """Count the recorded checks; called every :data:`FOLD_S` seconds."""
@@ -151,8 +158,15 @@ class Denials:
             endpoints.add(scope.endpoint, weight)
             identifiers.add((identifier, scope.identifier_type), weight)
         without_rule, weight = self._without_rule.take()
-        for endpoint in without_rule:
-            self._unmatched.add(endpoint, weight)
+        for check in without_rule:
+            types = sorted([check.identifier_type, *[kind for kind, _ in check.also]])
+            self._unmatched.add((check.endpoint, tuple(types)), weight)
+
+    def forget_matched(self, book: RuleBook) -> None:
+        """Forget the checks without a rule that have one in ``book``, which is in force now."""
+        self.fold()
+        covers = cache(book.covers)
+        self._unmatched.drop(lambda item: covers(item[1])(item[0]))
 
     def fade(self, elapsed_s: float) -> None:
         """Fade all counts for the elapsed time."""
@@ -163,7 +177,10 @@ class Denials:
 
     def top_unmatched(self, most: int = TOP) -> list[DeniedEndpoint]:
         """Return the endpoints with the most checks without a rule."""
-        return _per_minute(self._unmatched, most)
+        found: FrequentItems[str] = FrequentItems(2 * SIZE)
+        for (endpoint, _), count in self._unmatched.top(2 * SIZE):
+            found.add(endpoint, count)
+        return _per_minute(found, most)
 
     def top_endpoints(self) -> list[DeniedEndpoint]:
         """Return the :data:`TOP` endpoints with the most denials."""

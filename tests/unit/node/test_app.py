@@ -559,6 +559,17 @@ async def test_the_label_of_a_deleted_rule_is_released(kept):
         assert list(node.stats.by_rule) == []
 
 
+async def test_an_endpoint_that_gets_a_rule_is_no_longer_listed_as_without_one(kept):
+    kept.pop("rules_file")
+    async with running_node(**kept) as node, Client(node) as client:
+        await client.allowed(1)
+        for endpoint, listed in (("/b", ["/a"]), ("/a", [])):
+            rule = one_request_in(endpoint, seconds=60)
+            await client.rules.CreateRateLimit(pb.CreateRateLimitRequest(rate_limit=rule))
+            found = await client.node.ListUnmatched(pb.ListUnmatchedRequest())
+            assert [one.endpoint for one in found.endpoints] == listed
+
+
 async def test_a_cancelled_start_leaves_nothing_open(kept, threads_before):
     reached = asyncio.Event()
 
