@@ -435,6 +435,12 @@ async def test_changes_can_be_filtered_by_who_what_and_when(store):
     assert await found(until=now) == []
     assert await found(since=now + timedelta(seconds=1)) == []
     assert await found(actor="bob", action="create", text="carts") == [2]
+    await store.update(rule.id, RuleChanges(endpoint="/ÄPFEL"), "", "spiffe://x/ÄNNE")
+    for name in ("ÄNNE", "Änne"):
+        assert await found(actor=name) == [4]
+    for name in ("/ÄPFEL", "/Äpfel"):
+        assert await found(text=name) == [4]
+    assert await found(text="/äpfel") == []
 
 
 async def test_a_set_of_rules_is_found_by_each_of_its_rules_and_an_assignment_by_none(store):

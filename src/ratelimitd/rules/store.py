@@ -219,8 +219,8 @@ class AuditEntry(NamedTuple):
 class AuditFilter(NamedTuple):
     """A selection of the audit trail; an empty field selects all.
 
-    ``actor`` and ``text`` match case-insensitively anywhere in the actor and in the fields of the changed rule. A set
-    of rules matches if one of its rules does. ``since`` is inclusive, ``until`` exclusive.
+    ``actor`` and ``text`` match anywhere in the actor and in the fields of the changed rule, regardless of the case of
+    ASCII letters. A set of rules matches if one of its rules does. ``since`` is inclusive, ``until`` exclusive.
     """
 
     actor: str = ""

@@ -149,8 +149,7 @@ def _trail(changes: sa.Table, rule_id: str, before: int | None, size: int) -> sa
 def _selected(statement: sa.Select[Any], changes: sa.Table, wanted: AuditFilter) -> sa.Select[Any]:
     """Add the conditions of a filter to a statement of :func:`_trail`."""
     if wanted.actor:
-        actor = sa.func.lower(rule_audit.c.actor)
-        statement = statement.where(actor.contains(wanted.actor.lower(), autoescape=True))
+        statement = statement.where(rule_audit.c.actor.icontains(wanted.actor, autoescape=True))
     if wanted.action:
         statement = statement.where(changes.c.action == wanted.action)
     if wanted.since is not None:
@@ -169,12 +168,9 @@ def _selected(statement: sa.Select[Any], changes: sa.Table, wanted: AuditFilter)
 
 def _mentions(changes: sa.FromClause, text: str) -> sa.ColumnElement[bool]:
     """Return a condition: the fields of a change, stored as JSON, contain ``text``."""
-    written = json.dumps(text)[1:-1].lower()
+    written = json.dumps(text)[1:-1]
     return sa.or_(
-        *(
-            sa.func.lower(changes.c[name]).contains(written, autoescape=True)
-            for name in ("before", "after")
-        )
+        *(changes.c[name].icontains(written, autoescape=True) for name in ("before", "after"))
     )
 
 
