@@ -143,9 +143,7 @@ class Frame:
                 cause = Cause.SESSION_EXPIRED if expired else Cause.LOGIN_REQUIRED
                 raise Refused(cause) from None
             if error.code is StatusCode.RESOURCE_EXHAUSTED:
-                raise Refused(
-                    Cause.TOO_MANY_LOGINS, headers=connect.retry_after(error)
-                ) from None
+                raise Refused(Cause.TOO_MANY_LOGINS, headers=connect.retry_after(error)) from None
             raise Refused(Cause.NOT_ALLOWED, error.message) from None
         visitor = visitor._replace(admitted=True)
         request.state.visitor = visitor

@@ -275,7 +275,11 @@ async def test_stale_edit_is_refused_with_both_versions(visitor, node):
 
 async def test_deletion_without_an_etag_is_refused_like_an_edit(visitor, node):
     address = await created(visitor)
-    for path, fields in (("", {**RULE, "step": "store"}), ("/delete", {}), ("/delete", {"etag": ""})):
+    for path, fields in (
+        ("", {**RULE, "step": "store"}),
+        ("/delete", {}),
+        ("/delete", {"etag": ""}),
+    ):
         answer = await visitor.post(address + path, fields)
         assert answer.status_code == 409
     assert STALE in answer.text
