@@ -84,8 +84,8 @@ class Limiter:
 
     ``breaker_denies``: while the breaker is open, checks are denied instead of allowed. ``on_error`` receives the
     exception behind a fail-open answer, for the log. It does not receive an unreachable or overloaded shared state,
-    which the client of that state logs once, not for every check. ``on_unmatched`` receives a check without a
-    rule. ``on_error``, ``on_denied`` and ``on_unmatched`` must not raise. ``assignments`` are the plans of
+    which the client of that state logs once, not for every check. ``on_unmatched`` receives the endpoint of a check
+    without a rule. ``on_error``, ``on_denied`` and ``on_unmatched`` must not raise. ``assignments`` are the plans of
     identities, none by default. ``recorder`` is notified of every check answered while rules are loaded; callers of
     :meth:`charge` and :meth:`judge` notify it themselves.
     """
@@ -103,7 +103,7 @@ class Limiter:
         breaker_denies: bool = False,
         on_error: Callable[[Exception], None] = lambda _: None,
         on_denied: OnDenied = lambda _: None,
-        on_unmatched: Callable[[Check], object] = lambda _: None,
+        on_unmatched: Callable[[str], object] = lambda _: None,
         assignments: Assignments | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -331,7 +331,7 @@ class Limiter:
             stats.unlimited_total += 1
         else:
             stats.no_rule_total += 1
-            self._on_unmatched(check)
+            self._on_unmatched(check.endpoint)
         return decision
 
     def judge(

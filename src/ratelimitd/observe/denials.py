@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
 from heapq import nlargest
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from ratelimitd.counters import CheckStats
-from ratelimitd.model import Check, IdentifierType, types_within
+from ratelimitd.model import IdentifierType, types_within
 from ratelimitd.observe.logs import masked, shown
 from ratelimitd.rules.book import RuleBook
 
@@ -52,9 +51,9 @@ class FrequentItems(Generic[Item]):
             item: count * factor for item, count in self._counts.items() if count * factor > FADED
         }
 
-    def drop(self, unwanted: Callable[[Item], bool]) -> None:
-        """Forget the items for which ``unwanted`` returns true."""
-        self._counts = {item: count for item, count in self._counts.items() if not unwanted(item)}
+    def drop(self, is_unwanted: Callable[[Item], bool]) -> None:
+        """Forget the items for which ``is_unwanted`` returns true."""
+        self._counts = {key: value for key, value in self._counts.items() if not is_unwanted(key)}
 
     def top(self, most: int) -> list[tuple[Item, float]]:
         """Return the ``most`` frequent items with their counts, the most frequent first."""
@@ -144,11 +143,10 @@ class Denials:
         self._identifiers: FrequentItems[tuple[bytes, str]] = FrequentItems(SIZE)
         self.record = self._denied.record
         """Records (identifier, scope) of a denied check."""
-        self._without_rule: _RecentChecks[Check] = _RecentChecks(lambda: stats.no_rule_total)
-        self._unmatched: FrequentItems[tuple[str, tuple[str, ...]]] = FrequentItems(SIZE)
-        """By endpoint and identifier types."""
+        self._without_rule: _RecentChecks[str] = _RecentChecks(lambda: stats.no_rule_total)
+        self._unmatched: FrequentItems[str] = FrequentItems(SIZE)
         self.record_without_rule = self._without_rule.record
-        """Records a check without a rule."""
+        """Records the endpoint of a check without a rule."""
 
     def fold(self) -> None:
         """Count the recorded checks; called every :data:`FOLD_S` seconds."""
@@ -158,15 +156,18 @@ class Denials:
             endpoints.add(scope.endpoint, weight)
             identifiers.add((identifier, scope.identifier_type), weight)
         without_rule, weight = self._without_rule.take()
-        for check in without_rule:
-            types = sorted([check.identifier_type, *[kind for kind, _ in check.also]])
-            self._unmatched.add((check.endpoint, tuple(types)), weight)
+        for endpoint in without_rule:
+            self._unmatched.add(endpoint, weight)
 
     def forget_matched(self, book: RuleBook) -> None:
-        """Forget the checks without a rule that have one in ``book``, which is in force now."""
+        """Forget the endpoints that have a rule in ``book``, which is in force now.
+
+        One whose checks are of another identifier type is listed again after the next of them.
+        """
         self.fold()
-        covers = cache(book.covers)
-        self._unmatched.drop(lambda item: covers(item[1])(item[0]))
+        self._unmatched.drop(
+            lambda endpoint: any(rule.enabled for rule, _ in book.considered(endpoint, ()))
+        )
 
     def fade(self, elapsed_s: float) -> None:
         """Fade all counts for the elapsed time."""
@@ -177,10 +178,7 @@ class Denials:
 
     def top_unmatched(self, most: int = TOP) -> list[DeniedEndpoint]:
         """Return the endpoints with the most checks without a rule."""
-        found: FrequentItems[str] = FrequentItems(2 * SIZE)
-        for (endpoint, _), count in self._unmatched.top(2 * SIZE):
-            found.add(endpoint, count)
-        return _per_minute(found, most)
+        return _per_minute(self._unmatched, most)
 
     def top_endpoints(self) -> list[DeniedEndpoint]:
         """Return the :data:`TOP` endpoints with the most denials."""

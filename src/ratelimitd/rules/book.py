@@ -10,7 +10,7 @@ entries (20 µs) instead of two of 100,000 (several ms, during which no check wo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Final, Self
 
@@ -87,13 +87,6 @@ class RuleBook:
             rule = self._enabled(EVERY_ENDPOINT, one)
             if rule is not None:
                 yield rule, EVERY_ENDPOINT
-
-    def covers(self, types: Sequence[str]) -> Callable[[str], bool]:
-        """Return a function: whether a rule applies to a check of an endpoint with identities of ``types``."""
-        made = self._made_of(types)
-        places = (GLOBAL_ENDPOINT, EVERY_ENDPOINT)
-        everywhere = any(self._enabled(place, one) for place in places for one in made)
-        return lambda endpoint: everywhere or any(self._enabled(endpoint, one) for one in made)
 
     def considered(self, endpoint: str, types: Sequence[str]) -> Iterator[tuple[Rule, Match]]:
         """Yield every rule of this endpoint, ``*`` and ``**``, and whether it applies, as :meth:`applicable`."""

@@ -316,7 +316,13 @@ async def test_haproxy_is_answered_at_its_own_address_until_the_drain(kept):
     async with running_node(**kept, spoe_listen="127.0.0.1:0", trusted_proxies="127.0.0.1") as node:
         host, _, port = node.spoe_address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        hello = spop.pairs({b"supported-versions": b"2.0", b"max-frame-size": 16_380})
+        hello = spop.pairs(
+            {
+                b"supported-versions": b"2.0",
+                b"max-frame-size": 16_380,
+                b"capabilities": b"pipelining",
+            }
+        )
         writer.write(spop.frame(spop.FrameType.HAPROXY_HELLO, hello))
         writer.write(spop.frame(spop.FrameType.NOTIFY, b"\x05check\x00", 1, 1))
         answers = await reader.readuntil(b"status\x03" + spop.varint(200))

@@ -7,7 +7,7 @@ import pytest
 
 from ratelimitd.buckets.keys import joined
 from ratelimitd.counters import CheckStats
-from ratelimitd.model import Algorithm, Check, Rule
+from ratelimitd.model import Algorithm, Rule
 from ratelimitd.observe.denials import (
     FADED,
     HALF_LIFE_S,
@@ -31,10 +31,6 @@ class Node:
         for _ in range(times):
             self.stats.blocked_total += 1
             self.denials.record((name, scope))
-
-    def without_rule(self, endpoint, identifier_type="user", also=()):
-        self.stats.no_rule_total += 1
-        self.denials.record_without_rule(Check(b"ada", identifier_type, endpoint, also=also))
 
     def steady(self, seconds, per_second):
         for _ in range(seconds):
@@ -85,7 +81,8 @@ def test_denials_beyond_the_queue_are_represented_by_the_last_ones(node):
 def test_endpoints_without_a_rule_are_ranked_by_checks(node):
     for endpoint, times in (("/a", 2), ("/b", 3 * MAX_PENDING)):
         for _ in range(times):
-            node.without_rule(endpoint)
+            node.stats.no_rule_total += 1
+            node.denials.record_without_rule(endpoint)
         node.denials.fold()
     often, seldom = node.denials.top_unmatched()
     assert often == ("/b", pytest.approx(3 * MAX_PENDING * 0.693, 0.01))
@@ -95,20 +92,21 @@ def test_endpoints_without_a_rule_are_ranked_by_checks(node):
     assert node.denials.top_endpoints() == []
 
 
-def test_endpoint_that_gets_a_rule_for_all_of_its_checks_is_no_longer_without_one(node):
-    for endpoint in ("/a", "/b", "/c"):
-        node.without_rule(endpoint)
-    node.without_rule("/b", "ip")
-    node.without_rule("/d", "ip", also=(("user", b"ada"),))
+def test_an_endpoint_that_gets_a_rule_is_no_longer_without_one(node):
+    rule = Rule("a", "/a", "user", limit=1, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW)
+    book = RuleBook.of([rule, replace(rule, id="b", endpoint="/b", enabled=False)], 1)
+
+    def check():
+        node.stats.no_rule_total += 2
+        for endpoint in ("/a", "/b"):
+            node.denials.record_without_rule(endpoint)
+
+    check()
     node.denials.fold()
-    assert node.denials.top_unmatched()[0] == ("/b", pytest.approx(2 * 0.693, 0.01))
-    node.without_rule("/a")
-    a = Rule("a", "/a", "user", limit=1, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW)
-    others = [replace(a, id=name, endpoint=f"/{name}", enabled=name != "c") for name in "bcd"]
-    node.denials.forget_matched(RuleBook.of([a, *others], 1))
-    assert [one.endpoint for one in node.denials.top_unmatched()] == ["/c", "/b"]
+    check()  # and not yet counted
+    node.denials.forget_matched(book)
     node.denials.fold()
-    assert [round(one.per_minute, 1) for one in node.denials.top_unmatched()] == [0.7, 0.7]
+    assert [one.endpoint for one in node.denials.top_unmatched()] == ["/b"]
 
 
 def test_denials_of_an_open_breaker_are_not_attributed(node):

@@ -9,7 +9,6 @@ from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.cluster.node import SharedStateStatus
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StoreUnavailableError
-from ratelimitd.model import Check
 from ratelimitd.observe import live
 from ratelimitd.observe.denials import TOP, TOP_UNMATCHED, Denials, DeniedEndpoint, DeniedIdentifier
 from ratelimitd.observe.health import Health
@@ -338,7 +337,7 @@ async def test_endpoints_without_a_rule_are_merged_over_live_nodes(scene):
     long = "/" + "x" * 200
     for endpoint in ("/ordes", "/ordes", long):
         scene.stats.no_rule_total += 1
-        scene.denials.record_without_rule(Check(b"ada", "user", endpoint))
+        scene.denials.record_without_rule(endpoint)
     scene.denials.fold()
     theirs = [DeniedEndpoint("/ordes", 1.0), DeniedEndpoint(long, 9.0), DeniedEndpoint("/c", 3.0)]
     scene.other("n2", unmatched=theirs)
@@ -351,7 +350,7 @@ async def test_endpoints_without_a_rule_are_merged_over_live_nodes(scene):
 async def test_at_most_a_hundred_endpoints_without_a_rule_are_reported(scene):
     for number in range(TOP_UNMATCHED + 10):
         scene.stats.no_rule_total += 1
-        scene.denials.record_without_rule(Check(b"ada", "user", f"/{number}"))
+        scene.denials.record_without_rule(f"/{number}")
     scene.denials.fold()
     assert len(await scene.live.unmatched()) == TOP_UNMATCHED == 100
     assert len(scene.live.overview().unmatched) == TOP

@@ -54,18 +54,6 @@ def test_rule_applies_to_its_own_identifier_type_only():
     assert book.match("/orders", IP) is None
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "identifier_type"),
-    [("/orders", IP), ("*", IP), ("**", IP), ("/orders", "ip+user"), ("/orders", "all")],
-)
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_check_is_covered_if_a_rule_applies_to_it(endpoint, identifier_type, enabled):
-    book = RuleBook.of([rule("a", endpoint, identifier_type, enabled=enabled)], 1)
-    for types in ((USER,), (IP,), (USER, IP)):
-        for asked in ("/orders", "/carts"):
-            assert book.covers(types)(asked) is any(book.applicable(asked, types))
-
-
 def test_endpoints_are_compared_byte_for_byte():
     book = RuleBook.of([rule("a", "/orders")], 1)
     for near in ("/Orders", "/orders/", "/orders?", "/orde%72s", " /orders"):
