@@ -82,14 +82,16 @@ class Upkeep:
     def _report_clock(self, error_us: int) -> None:
         """Log the start and the end of the alarm; meanwhile the metric shows the error."""
         was_wrong, self._clock_is_wrong = self._clock_is_wrong, abs(error_us) > SKEW_ALARM_US
+        followed = "the shared state's clock" if self._table is None else "the wall clock"
         if self._clock_is_wrong and not was_wrong:
             _log.error(
-                "the wall clock is %.1f s %s the node's clock, which follows at 10 ms a second",
+                "%s is %.1f s %s the node's clock, which follows at 10 ms a second",
+                followed,
                 abs(error_us) / US_PER_S,
                 "ahead of" if error_us > 0 else "behind",
             )
         elif was_wrong and not self._clock_is_wrong:
-            _log.warning("the node's clock is within a second of the wall clock again")
+            _log.warning("the node's clock is within a second of %s again", followed)
 
 
 GC_THRESHOLDS: Final = (1_000, 10, 200)

@@ -32,7 +32,7 @@ class WrongClock(ManualClock):
 
 
 class Fixture:
-    def __init__(self):
+    def __init__(self, *, in_cluster=False):
         self.clock = WrongClock()
         self.stats = CheckStats()
         self.assignments = Assignments()
@@ -44,7 +44,7 @@ class Fixture:
         self.loop_s = 100.0
         self.upkeep = Upkeep(
             clock=self.clock,
-            table=self.table,
+            table=None if in_cluster else self.table,
             assignments=self.assignments,
             health=self.health,
             runtime=self.runtime,
@@ -134,6 +134,15 @@ def test_the_start_and_the_end_of_the_alarm_are_logged(node, caplog):
         node.upkeep.sample()
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
     assert "within a second of the wall clock again" in caplog.text
+
+
+def test_the_alarm_of_a_node_in_a_cluster_names_the_clock_of_the_shared_state(caplog):
+    node = Fixture(in_cluster=True)
+    for node.clock.error_us in (-1_500_000, 0):
+        node.upkeep.sample()
+    begin, end = caplog.messages
+    assert begin.startswith("the shared state's clock is 1.5 s behind the node's clock")
+    assert end == "the node's clock is within a second of the shared state's clock again"
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ SWITCHED: Final = Channel(b"+switch-master")
 
 
 class Sentinels:
-    """The sentinels of a URL. The one that answered last is asked first."""
+    """The sentinels of a URL. The one that answered last is asked first, unless it was put off."""
 
     def __init__(self, url: RedisUrl, options: LinkOptions) -> None:
         self._service = url.service
@@ -44,14 +44,12 @@ class Sentinels:
         refusal = StoreUnavailableError("no sentinel answers")
         for sentinel in tuple(self._sentinels):
             try:
-                primary = await self._ask(sentinel)
+                return await self._ask(sentinel)
             except StoreMisconfiguredError as error:
                 refusal = error
             except StoreUnavailableError:
-                continue
-            else:
-                self._prefer(sentinel)
-                return primary
+                pass
+            self.put_off(sentinel)
         raise refusal
 
     @property
@@ -59,13 +57,19 @@ class Sentinels:
         """The sentinel that answered last."""
         return self._sentinels[0]
 
-    def _prefer(self, sentinel: Server) -> None:
+    def put_off(self, sentinel: Server) -> None:
+        """Ask ``sentinel`` last next time."""
         self._sentinels.remove(sentinel)
-        self._sentinels.insert(0, sentinel)
+        self._sentinels.append(sentinel)
 
     async def _ask(self, sentinel: Server) -> Server:
         command = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._service)
-        reply = await ask_once(sentinel, self.handshake, self._tls, *command, within_s=ASK_S)
+        try:
+            reply = await ask_once(sentinel, self.handshake, self._tls, *command, within_s=ASK_S)
+        except StoreMisconfiguredError as error:
+            # The passwords of the servers are others.
+            message = str(error).replace("the shared state", "a sentinel")
+            raise StoreMisconfiguredError(message) from None
         match reply:
             case [bytes() as host, bytes() as port]:
                 primary = _named(host, port)
@@ -82,9 +86,9 @@ class SentinelTopology(OneServer):
     """The primary of a service, according to its sentinels; follows their announcements of a new one."""
 
     def __init__(self, url: RedisUrl, options: LinkOptions) -> None:
-        sentinels = Sentinels(url, options)
-        super().__init__(sentinels.primary, options)
-        self._sentinels = sentinels
+        self._sentinels = sentinels = Sentinels(url, options)
+        self._tried: Server | None = None
+        super().__init__(self._primary, options)
         self._service = url.service.encode()
         self._switches = Subscription(
             self._sentinel,
@@ -108,6 +112,22 @@ class SentinelTopology(OneServer):
             await asyncio.gather(self._polling, return_exceptions=True)
         await self._switches.close()
         await super().close()
+
+    async def server_of_tag(self, _tag: int) -> Server:
+        """Return the address of the primary."""
+        return await self._sentinels.primary()
+
+    async def _primary(self) -> Server:
+        """Return the server for the next connection of the link.
+
+        The connection to the last one has failed or was lost. A sentinel that names it again may be wrong, for example
+        cut off from the others, so another is asked next time.
+        """
+        primary = await self._sentinels.primary()
+        if primary == self._tried:
+            self._sentinels.put_off(self._sentinels.preferred)
+        self._tried = primary
+        return primary
 
     async def _sentinel(self) -> Server:
         """Return the sentinel to subscribe to; also follow a primary whose change was missed."""

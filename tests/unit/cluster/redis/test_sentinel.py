@@ -148,6 +148,32 @@ async def test_a_new_primary_is_followed_although_the_subscribed_sentinel_hangs(
         await topology.close()
 
 
+def named(port):
+    """Return what a sentinel serves that names the server at ``port``, and announces nothing."""
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"PING\r\n")
+        writer.write(b"+PONG\r\n")
+        if b"SUBSCRIBE" not in await reader.read(1_000):
+            writer.write(reply(b"127.0.0.1", b"%d" % port))
+        await reader.read()
+
+    return serve
+
+
+async def test_a_sentinel_that_names_an_unusable_server_is_not_asked_for_ever(valkey):
+    """One that is cut off from the others does not hear of a failover."""
+    async with serving(named(free_port())) as wrong, serving(named(valkey.port)) as right:
+        servers = (Server("127.0.0.1", wrong), Server("127.0.0.1", right))
+        url = RedisUrl(TopologyKind.SENTINEL, servers, service="ours")
+        topology = SentinelTopology(url, PATIENT)
+        await topology.start()
+        assert not topology.connected
+        await soon(lambda: topology.connected)
+        assert await topology.server_of_tag(0) == Server("127.0.0.1", valkey.port)
+        await topology.close()
+
+
 async def test_sentinels_use_their_own_login():
     url = RedisUrl(
         TopologyKind.SENTINEL,
@@ -163,7 +189,7 @@ async def test_sentinels_use_their_own_login():
 async def test_a_login_error_at_a_sentinel_is_reported():
     async with peer(b"+PONG\r\n", b"-NOAUTH Authentication required.\r\n", handshake=False) as port:
         url = parse_redis_url(f"redis+sentinel://127.0.0.1:{port}/limits")
-        with pytest.raises(StoreMisconfiguredError, match="NOAUTH"):
+        with pytest.raises(StoreMisconfiguredError, match="a sentinel answered NOAUTH"):
             await Sentinels(url, PATIENT).primary()
 
 
