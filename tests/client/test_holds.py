@@ -291,6 +291,9 @@ async def test_a_settle_is_done_once_and_an_extension_is_told(async_client):
     hold = await async_client.hold(name, *WHO, cost=3, ttl_s=5)
     ends = hold.expire_time
     assert await hold.extend(100)
+    for wrong, error in ((0, ValueError), (3_601, ValueError), ("60", TypeError)):
+        with pytest.raises(error, match="ttl_s"):
+            await hold.extend(wrong)
     assert hold.expire_time == ends + 95
     assert await hold.settle(2)
     assert await hold.settle(2)

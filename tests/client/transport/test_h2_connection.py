@@ -232,6 +232,15 @@ def test_an_answer_that_is_too_long_is_not_read():
     assert pair.of(h2.events.StreamReset)
 
 
+def test_a_smaller_table_for_headers_is_acknowledged_with_the_next_call():
+    pair = Pair()
+    pair.server.update_settings({SettingCodes.HEADER_TABLE_SIZE: 0})
+    assert pair.served() == []
+    call = pair.asked()
+    pair.answer(call)
+    assert pair.served() == [call]
+
+
 def test_the_own_window_is_opened_again():
     pair = Pair()
     call = pair.asked(limit=2**23)
@@ -242,6 +251,7 @@ def test_the_own_window_is_opened_again():
         assert pair.served() == []
     updates = pair.of(h2.events.WindowUpdated)
     assert [update.stream_id for update in updates] == [0, 0]  # that of the start is the first
+    assert updates[1].delta == 2**22 + 16_384, "as much as came"
 
 
 def test_pings_are_answered_and_answers_to_pings_noticed():
@@ -288,6 +298,10 @@ BAD = {
     "an interrupted block": (
         SETTINGS + peer.frame(peer.HEADERS, 0, 1, b"\x88"),
         peer.frame(peer.DATA, 0, 1, b"x"),
+    ),
+    "a block continued on another stream": (
+        SETTINGS + peer.frame(peer.HEADERS, 0, 1, b"\x88"),
+        peer.frame(peer.CONTINUATION, peer.END_HEADERS, 3, b"\x88"),
     ),
     "a block of a table": (SETTINGS, peer.frame(peer.HEADERS, peer.END_HEADERS, 1, b"\xbe")),
     "endless continuations": (
