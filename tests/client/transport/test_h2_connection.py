@@ -299,10 +299,6 @@ BAD = {
         SETTINGS + peer.frame(peer.HEADERS, 0, 1, b"\x88"),
         peer.frame(peer.DATA, 0, 1, b"x"),
     ),
-    "a block continued on another stream": (
-        SETTINGS + peer.frame(peer.HEADERS, 0, 1, b"\x88"),
-        peer.frame(peer.CONTINUATION, peer.END_HEADERS, 3, b"\x88"),
-    ),
     "a block of a table": (SETTINGS, peer.frame(peer.HEADERS, peer.END_HEADERS, 1, b"\xbe")),
     "endless continuations": (
         SETTINGS + peer.frame(peer.HEADERS, 0, 1, bytes(16_000)),
@@ -339,6 +335,16 @@ def test_what_no_server_may_send_ends_the_connection_and_its_calls(before, bad):
     assert (goodbye.type, goodbye.code) == (peer.GOAWAY, refused.value.code)
     assert client.is_idle
     assert client.is_draining
+
+
+def test_a_block_that_continues_on_another_stream_ends_the_connection():
+    client = Connection()
+    for _ in range(2):
+        client.begin(call_of())
+    client.receive(SETTINGS + peer.frame(peer.HEADERS, 0, 1, b"\x88"))
+    with pytest.raises(PeerError) as refused:
+        client.receive(peer.frame(peer.CONTINUATION, peer.END_HEADERS, 3, b""))
+    assert refused.value.code is ErrorCode.PROTOCOL_ERROR
 
 
 EARLY_HINTS = payloads.encode_block([(":status", "103")])
