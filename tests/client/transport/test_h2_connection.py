@@ -399,16 +399,6 @@ def test_answers_that_are_too_long_together_end_the_connection():
     assert refused.value.code is ErrorCode.ENHANCE_YOUR_CALM
 
 
-def test_more_data_than_the_window_allows_ends_the_connection():
-    client = Connection()
-    client.begin(call_of())
-    client.receive(SETTINGS)
-    client._own_window = 10
-    with pytest.raises(PeerError) as refused:
-        client.receive(peer.frame(peer.DATA, 0, 1, bytes(11)))
-    assert refused.value.code is ErrorCode.FLOW_CONTROL_ERROR
-
-
 @pytest.mark.parametrize("increment", [0, 2**31 - 1])
 def test_a_stream_whose_window_is_opened_wrongly_fails_alone(increment):
     pair = Pair(INITIAL_WINDOW_SIZE=1)

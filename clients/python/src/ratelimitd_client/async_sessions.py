@@ -165,7 +165,7 @@ class AsyncSession:
     ) -> None:
         self._open_grpc = open_grpc
         self._native = native
-        self._grpc_channel = open_grpc() if native is None else None
+        self._grpc_channel: grpc.aio.Channel | None = None
         self.channel: NativeChannel | grpc.aio.Channel = native or self.grpc_channel
         self.fail_open = fail_open
         self.allows: Callable[[], bool] = fail_open.breaker.allows
