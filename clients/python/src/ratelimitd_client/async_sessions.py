@@ -176,7 +176,7 @@ class AsyncSession:
         self.batcher: Batcher = Batcher(send, linger_s=linger_s, loop=self.loop)
         self.ask: Callable[[bytes, float], asyncio.Future[Decision]] = self.batcher.add
         self._metadata = metadata
-        self._methods = {} if self._grpc_channel is None else methods_of(self._grpc_channel)
+        self._methods = {} if native is not None else methods_of(self.grpc_channel)
         self._under_way: set[asyncio.Future[Any]] = set()
         self.leases: Leases | None = None
         self._is_closed = False
