@@ -68,7 +68,9 @@ def test_what_a_mark_leaves_open_the_one_below_it_says():
 
 def test_a_mark_on_a_partial_holds_before_that_of_its_function():
     assert mark_of(limited(exempt=True)(functools.partial(plain))) == Mark(exempt=True)
-    assert mark_of(limited(cost=MAX_COST)(functools.partial(marked))) == MARK._replace(cost=MAX_COST)
+    assert mark_of(limited(cost=MAX_COST)(functools.partial(marked))) == MARK._replace(
+        cost=MAX_COST
+    )
 
 
 def test_what_a_method_leaves_open_its_class_says():

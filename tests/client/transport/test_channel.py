@@ -184,7 +184,10 @@ async def test_an_address_that_a_name_loses_is_left_and_a_new_one_taken(
             await new.until(lambda: new.peers)
         await channel.channel_ready()
         assert await ask(channel) is True
-        assert [sum(len(peer.headers) for peer in node.peers) for node in (old, new)] == [is_there, 1]
+        assert [sum(len(peer.headers) for peer in node.peers) for node in (old, new)] == [
+            is_there,
+            1,
+        ]
 
 
 async def test_a_socket_of_the_machine_is_an_address_too(channels, tmp_path):
