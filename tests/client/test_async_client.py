@@ -1,12 +1,14 @@
 """What only the client for asyncio does, over both of its transports; the rest is in test_clients.py."""
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
 
 from ratelimitd_client import AsyncRateLimiterClient, Check, Decision, Reason
@@ -14,6 +16,7 @@ from ratelimitd_client.async_sessions import AsyncSessions
 from ratelimitd_client.leases import Leases
 from ratelimitd_client.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
+from tests.client.h2_node import h2_node
 from tests.client.hostile import bytes_server, never_answering
 from tests.client.kinds import PATIENT_S
 from tests.fake_node import fake_node
@@ -219,6 +222,39 @@ async def test_many_checks_that_are_given_up_are_given_up_by_grpc_as_well():
                 await checks
             assert call.cancelled()
             node.answering.set()
+
+
+async def test_the_node_is_told_of_many_checks_that_are_given_up():
+    async with (
+        h2_node(lambda _peer, _stream: None) as node,
+        AsyncRateLimiterClient(node.address, timeout_s=PATIENT_S) as client,
+    ):
+        checks = asyncio.ensure_future(client.check_many([Check("alice", "user", "/x")]))
+        await node.until(lambda: node.peers and node.peers[0].headers)
+        checks.cancel()
+        await node.until(lambda: node.peers[0].resets)
+
+
+async def test_a_lease_that_a_node_refuses_with_an_error_is_none(transport):
+    problems = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, problem: problems.append(problem))
+    with fake_node() as node:
+        node.answer = pb.RateLimitResponse(
+            allowed=True, reason=pb.WITHIN_LIMIT, limit=10_000, remaining_tokens=9_000
+        )
+
+        def refuse(request, context):
+            if isinstance(request, pb.HoldRequest):
+                context.abort(grpc.StatusCode.UNIMPLEMENTED, "no holds")
+
+        node.on_call = refuse
+        options = {"timeout_s": PATIENT_S, "lease_ms": 1_000, "transport": transport}
+        async with AsyncRateLimiterClient(node.address, **options) as client:
+            while "Hold" not in node.methods():
+                assert (await client.check("alice", "user", "/x")).allowed
+        assert client.counts.leased == 0
+    gc.collect()
+    assert problems == []
 
 
 def test_a_client_serves_one_event_loop_after_another(real_node, transport):

@@ -291,6 +291,9 @@ async def test_a_settle_is_done_once_and_an_extension_is_told(async_client):
     hold = await async_client.hold(name, *WHO, cost=3, ttl_s=5)
     ends = hold.expire_time
     assert await hold.extend(100)
+    for wrong, error in ((0, ValueError), (3_601, ValueError), ("60", TypeError)):
+        with pytest.raises(error, match="ttl_s"):
+            await hold.extend(wrong)
     assert hold.expire_time == ends + 95
     assert await hold.settle(2)
     assert await hold.settle(2)
@@ -301,7 +304,8 @@ async def test_a_settle_is_done_once_and_an_extension_is_told(async_client):
 
 async def test_the_same_id_is_the_same_hold(async_client):
     name = f"{async_client.name} same"
-    holds = [await async_client.hold(name, *WHO, cost=3, hold_id=name[:60]) for _ in range(3)]
+    hold_id = name.ljust(64, "~")
+    holds = [await async_client.hold(name, *WHO, cost=3, hold_id=hold_id) for _ in range(3)]
     assert [hold.allowed for hold in holds] == [True] * 3
     assert await holds[2].settle(0)
     assert left_of(await async_client.check(name, *WHO, peek=True)) == 5

@@ -127,6 +127,7 @@ async def test_a_lease_that_is_used_up_early_is_followed_by_a_larger_one():
             pass
         await settled_down()
         assert node.held == [first, int(first * SPARE)]
+        assert node.settled == [first - first % 10]
         assert leases.take(BUCKET, 10) is not None
     assert sum(node.settled) <= sum(node.held)
 
@@ -170,7 +171,7 @@ async def test_a_refused_lease_is_not_asked_for_again_at_once():
         node.denies = True
         await heat(leases, node)
         node.denies = False
-        await heat(leases, node)
+        await heat(leases, node, checks=2 * HOT)
         assert node.held == []
         await loop.run_timers()
         await heat(leases, node)

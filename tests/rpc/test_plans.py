@@ -31,8 +31,9 @@ def in_force(node, identifier=b"u", identifier_type="user"):
 
 async def test_an_assignment_is_in_force_on_the_node_when_it_is_answered(node):
     expire_time = node.clock.now_us() // US_PER_S + 60
-    assigned = await assign(node, expire_time=expire_time, note="until the trial ends")
-    assert (assigned.plan, assigned.note) == ("pro", "until the trial ends")
+    note = "é" * 255
+    assigned = await assign(node, expire_time=expire_time, note=note)
+    assert (assigned.plan, assigned.note) == ("pro", note)
     assert in_force(node) == ("pro", expire_time)
     assert await node.plans.GetAssignment(pb.GetAssignmentRequest(identity=identity())) == assigned
     await node.plans.UnassignPlan(pb.UnassignPlanRequest(identity=identity(), etag=assigned.etag))

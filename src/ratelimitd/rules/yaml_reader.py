@@ -141,9 +141,9 @@ def _refuse(problem: str, event: Any) -> NoReturn:
 
 def _located(error: yaml.MarkedYAMLError) -> str:
     """Return the parser's problem and its line as one line of text."""
-    mark = error.problem_mark or error.context_mark
+    mark = error.problem_mark
     where = "" if mark is None else f"line {mark.line + 1}: "
     hint = (
         '; a text that begins with * needs quotes: "*"' if "alias" in (error.context or "") else ""
     )
-    return f"{where}not a YAML text: {error.problem or error.context}{hint}"
+    return f"{where}not a YAML text: {error.problem}{hint}"

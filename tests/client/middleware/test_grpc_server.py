@@ -139,12 +139,13 @@ def test_a_denial_names_each_limit_that_was_exceeded_and_no_identifier():
         limit._replace(name="candidate", observed=True),
     )
     denied = Decision(False, 0, 5, 3, Reason.LIMIT_EXCEEDED, 10, 1, "id", limits=limits)
-    status = status_of(denied, DENIED, "no")
-    found = error_details(DENIED, "no", {STATUS_KEY: status.SerializeToString()})
-    assert found == (
-        3,
-        [("user", "limit burst: 10 in 1 s"), ("tenant", "limit day: 500 in 86400 s")],
-    )
+    for retry_after_s, delay_s in ((3, 3), (0, None)):
+        status = status_of(denied._replace(retry_after_seconds=retry_after_s), DENIED, "no")
+        found = error_details(DENIED, "no", {STATUS_KEY: status.SerializeToString()})
+        assert found == (
+            delay_s,
+            [("user", "limit burst: 10 in 1 s"), ("tenant", "limit day: 500 in 86400 s")],
+        )
 
 
 def test_a_check_that_no_delay_makes_pass_is_given_none(limiter):

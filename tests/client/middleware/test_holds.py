@@ -352,6 +352,7 @@ def test_a_request_of_flask_that_fails_is_settled_once(fails, propagates):
         ({"settle": used}, "settle needs hold"),
         ({"hold": -1}, "hold must be"),
         ({"hold": 1, "settle": 5}, "settle must be a function"),
+        ({"hold": 1, "settle": asyncio.sleep}, "settle must be a function"),
     ],
 )
 def test_a_mark_that_makes_no_sense_is_an_error(arguments, what):

@@ -5,6 +5,7 @@ import functools
 import pytest
 from flask.views import MethodView
 
+from ratelimitd_client.check import MAX_COST
 from ratelimitd_client.middleware import limited
 from ratelimitd_client.middleware.marks import UNMARKED, Mark, mark_of, marked_part
 
@@ -67,7 +68,9 @@ def test_what_a_mark_leaves_open_the_one_below_it_says():
 
 def test_a_mark_on_a_partial_holds_before_that_of_its_function():
     assert mark_of(limited(exempt=True)(functools.partial(plain))) == Mark(exempt=True)
-    assert mark_of(limited(cost=2)(functools.partial(marked))) == MARK._replace(cost=2)
+    assert mark_of(limited(cost=MAX_COST)(functools.partial(marked))) == MARK._replace(
+        cost=MAX_COST
+    )
 
 
 def test_what_a_method_leaves_open_its_class_says():
@@ -123,7 +126,7 @@ def test_an_attribute_of_that_name_which_is_no_mark_is_none():
     ("name", "value"),
     [
         ("cost", -1),
-        ("cost", 2**31),
+        ("cost", MAX_COST + 1),
         ("cost", "10"),
         ("cost", 1.5),
         ("cost", True),

@@ -478,6 +478,10 @@ def test_a_view_may_ask_for_a_type_of_identity_and_has_the_usual_one_without():
         "192.0.2.7", "ip"
     )
     assert identity(Options(), request_info(), preferred="user") == Identity("192.0.2.7", "ip")
+    alice, key = request_info(user="alice"), Identity("k", "api_key")
+    assert identity(Options(), alice, preferred="tenant") == Identity("alice")
+    assert identity(Options(), alice, given=key, preferred="user") == Identity("alice")
+    assert identity(Options(), alice, given=key, preferred="tenant") == key
 
 
 def test_who_has_no_identity_is_whom_the_options_name():

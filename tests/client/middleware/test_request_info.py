@@ -89,6 +89,7 @@ def first_route(patterns):
         (re_path(r"^a\.b/(?P<y>(19|20)\d\d(\)|x))/(\w+)\Z", answered), "/a.b/{y}/{}"),
         (re_path(r"^/?tags/(?:old|new)/(?P<tag>[^/]+)$", answered), "/?tags/(?:old|new)/{tag}"),
         (re_path(r"^a\(b\)$", answered), "/a(b)"),
+        (re_path(r"orders/(?P<order_id>\d+)/", answered), "/orders/{order_id}/"),
     ],
 )
 def test_routes_of_django(pattern, template):

@@ -153,8 +153,12 @@ async def test_names_are_looked_up_and_an_unknown_one_fails_at_once(channels, mo
     assert await ask(channels("no.such.name:1")) == "UNAVAILABLE"
 
 
-async def test_an_address_that_a_name_loses_is_left_and_a_new_one_taken(channels, monkeypatch):
+@pytest.mark.parametrize("is_there", [True, False])
+async def test_an_address_that_a_name_loses_is_left_and_a_new_one_taken(
+    channels, monkeypatch, is_there
+):
     monkeypatch.setattr(native_channel, "LOOKUP_PAUSE_S", 0)
+    monkeypatch.setattr(native_channel, "FIRST_BACKOFF_S", 0.001)
     async with h2_node() as old, h2_node(host="127.0.0.2", port=0) as new:
         ports = {node.address.partition(":")[0]: node.address for node in (old, new)}
         hosts = ["127.0.0.1"]
@@ -166,19 +170,24 @@ async def test_an_address_that_a_name_loses_is_left_and_a_new_one_taken(channels
         connect = loop.create_connection
 
         async def connected(made, host, _port, **more):
+            if host == "127.0.0.1" and not is_there:
+                raise ConnectionRefusedError
             return await connect(made, host, int(ports[host].partition(":")[2]), **more)
 
         monkeypatch.setattr(loop, "getaddrinfo", found)
         monkeypatch.setattr(loop, "create_connection", connected)
         channel = channels("limiter:1")
-        assert await ask(channel) is True
+        assert await ask(channel) is (True if is_there else "UNAVAILABLE")
         hosts[:] = ["127.0.0.2"]
-        channel._lookup_due.set()
-        [link] = channel._links
-        await link.lost
+        await old.end()
+        while not new.peers:
+            await new.until(lambda: new.peers)
         await channel.channel_ready()
         assert await ask(channel) is True
-        assert [len(node.peers[0].headers) for node in (old, new)] == [1, 1]
+        assert [sum(len(peer.headers) for peer in node.peers) for node in (old, new)] == [
+            is_there,
+            1,
+        ]
 
 
 async def test_a_socket_of_the_machine_is_an_address_too(channels, tmp_path):

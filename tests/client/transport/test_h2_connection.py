@@ -232,6 +232,15 @@ def test_an_answer_that_is_too_long_is_not_read():
     assert pair.of(h2.events.StreamReset)
 
 
+def test_a_smaller_table_for_headers_is_acknowledged_with_the_next_call():
+    pair = Pair()
+    pair.server.update_settings({SettingCodes.HEADER_TABLE_SIZE: 0})
+    assert pair.served() == []
+    call = pair.asked()
+    pair.answer(call)
+    assert pair.served() == [call]
+
+
 def test_the_own_window_is_opened_again():
     pair = Pair()
     call = pair.asked(limit=2**23)
@@ -242,6 +251,7 @@ def test_the_own_window_is_opened_again():
         assert pair.served() == []
     updates = pair.of(h2.events.WindowUpdated)
     assert [update.stream_id for update in updates] == [0, 0]  # that of the start is the first
+    assert updates[1].delta == 2**22 + 16_384, "as much as came"
 
 
 def test_pings_are_answered_and_answers_to_pings_noticed():
@@ -327,6 +337,16 @@ def test_what_no_server_may_send_ends_the_connection_and_its_calls(before, bad):
     assert client.is_draining
 
 
+def test_a_block_that_continues_on_another_stream_ends_the_connection():
+    client = Connection()
+    for _ in range(2):
+        client.begin(call_of())
+    client.receive(SETTINGS + peer.frame(peer.HEADERS, 0, 1, b"\x88"))
+    with pytest.raises(PeerError) as refused:
+        client.receive(peer.frame(peer.CONTINUATION, peer.END_HEADERS, 3, b""))
+    assert refused.value.code is ErrorCode.PROTOCOL_ERROR
+
+
 EARLY_HINTS = payloads.encode_block([(":status", "103")])
 FLOODS = {
     "pings": peer.frame(peer.PING, 0, 0, bytes(8)),
@@ -377,16 +397,6 @@ def test_answers_that_are_too_long_together_end_the_connection():
             for call in calls:
                 client.receive(peer.frame(peer.DATA, 0, call.stream_id, bytes(16_384)))
     assert refused.value.code is ErrorCode.ENHANCE_YOUR_CALM
-
-
-def test_more_data_than_the_window_allows_ends_the_connection():
-    client = Connection()
-    client.begin(call_of())
-    client.receive(SETTINGS)
-    client._own_window = 10
-    with pytest.raises(PeerError) as refused:
-        client.receive(peer.frame(peer.DATA, 0, 1, bytes(11)))
-    assert refused.value.code is ErrorCode.FLOW_CONTROL_ERROR
 
 
 @pytest.mark.parametrize("increment", [0, 2**31 - 1])

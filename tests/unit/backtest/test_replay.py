@@ -156,6 +156,8 @@ async def test_a_report_compares_new_denials_with_recorded_ones(record):
     trace = await traced(record, *[(b"a", 1)] * 4, (b"b", 1), (b"a", 60), limit=3)
     report = backtest(trace, [rule(1)])
     assert (report.checks, report.identities) == (6, 2)
+    assert (report.first_us, report.last_us) == (trace.first_us, trace.first_us + 64_000_000)
+    assert trace.first_us == next(iter(trace))[0]
     assert (report.denied_before, report.denied) == (1, 3)
     assert (report.newly_denied, report.newly_allowed) == (2, 0)
     assert (report.identities_denied_before, report.identities_denied) == (1, 1)

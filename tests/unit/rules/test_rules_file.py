@@ -278,7 +278,8 @@ def test_unsupported_yaml_is_refused_with_its_line(text, message):
 
 def test_nesting_is_read_up_to_its_bound():
     assert read_yaml("[" * MAX_DEPTH + "]" * MAX_DEPTH)
-    for text in ("[" * (MAX_DEPTH + 2) + "]" * (MAX_DEPTH + 2), "[" * 1_000_000, "{a: " * 100_000):
+    too_deep = "[" * (MAX_DEPTH + 2) + "]" * (MAX_DEPTH + 2)
+    for text in (too_deep, "[" * 1_000_000, "{a: " * 100_000, "{" * 100_000):
         with pytest.raises(YamlError, match=f"nested deeper than {MAX_DEPTH} levels"):
             read_yaml(text)
 

@@ -47,6 +47,21 @@ def test_valid_draft_becomes_the_requested_rule():
     assert rule.algorithm is Algorithm.TOKEN_BUCKET
 
 
+def test_combined_types_have_at_most_255_characters():
+    types = tuple(letter * 31 for letter in "abcdefgh")
+    longest = "+".join(types)
+    assert len(longest) == 255
+    assert validated(
+        dataclasses.replace(DRAFT, identifier_type=longest), rule_id=ID, revision=1, types=types
+    )
+
+
+def test_a_wrong_type_is_told_the_declared_ones():
+    wrong = dataclasses.replace(DRAFT, identifier_type="org")
+    with pytest.raises(RuleInvalidError, match=r"must be one of user, tenant, several"):
+        validated(wrong, rule_id=ID, revision=1, types=("user", "tenant"))
+
+
 def test_all_violations_are_reported_in_the_contracts_order():
     not_a_bool: Any = None
     draft = RuleDraft("", "nobody", 0, -1, "leaky", enabled=not_a_bool, id="7")

@@ -202,6 +202,15 @@ def test_the_actor_is_the_certificates_name_or_the_role_at_the_host():
     assert TOKENS.actor(FakeCall("unknown:")) == "admin@unknown"
 
 
+def test_the_principal_is_the_name_of_a_certificate_with_a_role_or_the_role_of_a_token():
+    assert SANS.principal(FakeCall(peer_sans=("x.example", "shop.example"))) == "shop.example"
+    assert SANS.principal(FakeCall(peer_sans=("ops.example",))) == "ops.example"
+    assert SANS.principal(FakeCall(peer_sans=("x.example",))) == ""
+    assert TOKENS.principal(bearer("check-secret", peer_sans=("x.example",))) == "check"
+    assert TOKENS.principal(bearer("admin-secret")) == "admin"
+    assert TOKENS.principal(bearer("wrong")) == ""
+
+
 def test_the_repr_of_credentials_hides_them():
     assert repr(Credentials(admin_token="secret")) == "Credentials(…)"
 

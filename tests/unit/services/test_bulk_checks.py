@@ -135,6 +135,10 @@ class TestAnswers:
             assert [(one.name, one.remaining_tokens) for one in answer.limits] == [
                 ("hour", remaining), ("default", remaining + 20), ("day", remaining + 10),
             ]  # fmt: skip
+        [answer] = bench.answers(check(tokens_requested=19))
+        assert [(one.name, one.allowed, one.remaining_tokens) for one in answer.limits] == [
+            ("hour", False, 8), ("default", True, 28), ("day", False, 18),
+        ]  # fmt: skip
 
     def test_an_observing_limit_alone_answers_as_the_only_one(self):
         bench = Bench(replace(ORDERS, limit=1, enforcement=Enforcement.OBSERVE))

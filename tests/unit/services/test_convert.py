@@ -262,45 +262,46 @@ def test_an_answer_names_the_plan_and_the_rules_passed_over():
 
 
 @pytest.mark.parametrize(
-    ("match", "status", "remedy"),
+    ("match", "statuses", "remedy"),
     [
-        (Match.JUDGES, DENIED._replace(allowed=True), ""),
-        (Match.JUDGES, DENIED, "wait 9 s"),
-        (Match.JUDGES, DENIED._replace(remaining=3), "wait 9 s, or ask for at most 3 tokens"),
+        (Match.JUDGES, (DENIED._replace(allowed=True),), ""),
+        (Match.JUDGES, (DENIED,), "wait 9 s"),
+        (Match.JUDGES, (DENIED, DENIED._replace(retry_after=20), DENIED), "wait 20 s"),
+        (Match.JUDGES, (DENIED._replace(remaining=3),), "wait 9 s, or ask for at most 3 tokens"),
         (
             Match.JUDGES,
-            DENIED._replace(reason=Reason.COST_EXCEEDS_LIMIT),
+            (DENIED._replace(reason=Reason.COST_EXCEEDS_LIMIT),),
             "ask for at most 10 tokens, or raise the limit default to 12",
         ),
         (
             Match.JUDGES,
-            DENIED._replace(reason=Reason.COST_EXCEEDS_LIMIT, limit=replace(RULE, burst=11)),
+            (DENIED._replace(reason=Reason.COST_EXCEEDS_LIMIT, limit=replace(RULE, burst=11)),),
             "ask for at most 11 tokens, or raise the burst of default to 12",
         ),
-        (Match.DISABLED, None, "enable the rule"),
-        (Match.OVERRIDDEN, None, "disable the rule of the endpoint for ip+user"),
-        (Match.NOT_NAMED, None, "name the ip of the request"),
+        (Match.DISABLED, (), "enable the rule"),
+        (Match.OVERRIDDEN, (), "disable the rule of the endpoint for ip+user"),
+        (Match.NOT_NAMED, (), "name the ip of the request"),
     ],
 )
-def test_an_explanation_names_the_remedy(match, status, remedy):
+def test_an_explanation_names_the_remedy(match, statuses, remedy):
     rule = replace(RULE, identifier_type="ip+user")
-    considered = ConsideredRule(rule, match, (status,) if status else ())
+    considered = ConsideredRule(rule, match, statuses)
     check = Check(b"u", IdentifierType.USER, "/a", 12)
     decision = Decision(*DENIED[:5], RULE, RULE)
     others = [ConsideredRule(RULE, Match.DISABLED)] * 200
-    every = (*others, considered) if status else (considered, *others)
+    every = (*others, considered) if statuses else (considered, *others)
     found = explanation_of(check, Explained(decision, every, ()))
     assert (found.rules[0].match, found.rules[0].remedy) == (match, remedy)
-    assert [one.reason for one in found.rules[0].limits] == ([status.reason] if status else [])
+    assert [one.reason for one in found.rules[0].limits] == [one.reason for one in statuses]
     assert (len(found.rules), found.answer.retry_after_seconds) == (100, 9)
 
 
 def test_nodes_with_shared_state_refuse_max_wait_ms():
     request = pb.RateLimitRequest(
-        identifier="u", identifier_type="user", endpoint="/a", max_wait_ms=500
+        identifier="u", identifier_type="user", endpoint="/a", max_wait_ms=60_000
     )
     asked = parse_check(request.SerializeToString())
-    assert check_of(asked).max_wait_ms == 500
+    assert check_of(asked).max_wait_ms == 60_000
     with pytest.raises(CheckInvalidError, match="max_wait_ms: needs a node without shared state"):
         check_of(asked, Identities.of(())._replace(wait=False))
     request.max_wait_ms, request.tokens_requested = 0, -1

@@ -56,7 +56,9 @@ def test_one_more_token_is_compared_after_the_retry_delay_of_the_refusal(node):
     assert details[0].Unpack(info)
     assert details[1].Unpack(retry)
     assert info.reason == "TOO_MANY_WRONG_TOKENS"
-    node.now_us += retry.retry_delay.seconds * 1_000_000
+    node.now_us += (retry.retry_delay.seconds - 1) * 1_000_000
+    assert node.code(bearer(RIGHT, peer="ipv4:192.0.2.1:1")) is StatusCode.RESOURCE_EXHAUSTED
+    node.now_us += 1_000_000
     assert node.code(bearer(RIGHT, peer="ipv4:192.0.2.1:1")) is StatusCode.OK
 
 

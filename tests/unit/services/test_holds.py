@@ -29,12 +29,12 @@ class Holder:
         return SettledHold(known=True)
 
 
-def service_of(name):
+def service_of(name, stats=None):
     return HoldsService(
         Holder(),
         BucketKeys(b"k" * 32),
         lambda _call: name,
-        stats=CheckStats(),
+        stats=stats or CheckStats(),
         identities=CONTRACT_IDENTITIES,
         now_s=lambda: 0.0,
     )
@@ -60,3 +60,10 @@ def test_the_end_of_a_hold_cannot_pass_for_a_part_of_a_principal(maker, other, e
     assert altered != sealed
     with pytest.raises(InvalidInputError, match="hold"):
         settle(other, altered)
+
+
+def test_an_invalid_hold_counts_as_an_invalid_check():
+    stats = CheckStats()
+    with pytest.raises(InvalidInputError, match="identifier"):
+        asyncio.run(service_of("x", stats).hold(pb.HoldRequest().SerializeToString(), None))
+    assert stats.invalid_total == 1

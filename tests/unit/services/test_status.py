@@ -107,6 +107,7 @@ def test_an_error_about_thousands_of_fields_fits_into_trailers():
 def test_a_rule_is_named_as_the_resource():
     resource = details_of(rpc_error(RuleNotFoundError("id-1")))["ResourceInfo"]
     assert (resource.resource_type, resource.resource_name) == ("ratelimiter.v1.RateLimit", "id-1")
+    assert resource.description == "no rule has the id 'id-1'"
     assert details_of(rpc_error(RuleExistsError("taken")))["ResourceInfo"].description == "taken"
 
 

@@ -105,6 +105,12 @@ def test_all_problems_are_reported_at_once():
     assert "\n" not in text
 
 
+def test_a_wrong_setting_causes_no_further_problems():
+    text = problem({"RATELIMITD_HTTP_LISTEN": "127.0.0.1:9090"}, {"LISTEN": "9090"})
+    assert text.startswith("--listen must be HOST:PORT")
+    assert ";" not in text
+
+
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
@@ -165,9 +171,20 @@ def test_forbidden_combinations_and_values_are_refused(environ, expected):
     assert expected in problem({f"RATELIMITD_{name}": text for name, text in environ.items()})
 
 
-@pytest.mark.parametrize("consistency", ["eventual", "strict"])
-def test_both_consistencies_are_valid_without_a_shared_state(consistency):
-    assert load(CONSISTENCY=consistency, ON_BREAKER_OPEN="local").consistency == consistency
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"CONSISTENCY": "eventual", "ON_BREAKER_OPEN": "local"},
+        {"CONSISTENCY": "strict", "ON_BREAKER_OPEN": "local"},
+        {"CONSISTENCY": "eventual", "ON_BREAKER_OPEN": "local", "REDIS_URL": "redis://host"},
+        {"CONSISTENCY": "strict", "ON_BREAKER_OPEN": "deny", "REDIS_URL": "redis://host"},
+        {"USER_HEADER": "X-U", "TOKENS_FILE": "f", "TRUSTED_PROXIES": "::1"},
+        {"SPOE_LISTEN": "127.0.0.1:9000", "TRUSTED_PROXIES": "127.0.0.1"},
+        {"SPOE_LISTEN": "127.0.0.1:0", "LISTEN": "127.0.0.1:0", "TRUSTED_PROXIES": "127.0.0.1"},
+    ],
+)
+def test_other_combinations_are_valid(given):
+    assert load(**given).sources.keys() == given.keys()
 
 
 @pytest.mark.parametrize("url", ["", "redis://host"])
@@ -301,6 +318,16 @@ def test_workers_get_the_token_of_their_parent():
         ({}, None),
         ({"LOOPBACK_ADMIN": "on"}, "every caller from loopback may change the rules"),
         ({"LOOPBACK_ADMIN": "on", "ADMIN_TOKEN": "t"}, "has no effect"),
+        (
+            {
+                "LOOPBACK_ADMIN": "on",
+                "ADMIN_SANS": "ops",
+                "TLS_CERT": "c",
+                "TLS_KEY": "k",
+                "TLS_CLIENT_CA": "a",
+            },
+            "has no effect",
+        ),
     ],
 )
 def test_loopback_as_a_credential_has_a_warning(flags, warning):

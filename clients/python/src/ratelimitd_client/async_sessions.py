@@ -165,7 +165,7 @@ class AsyncSession:
     ) -> None:
         self._open_grpc = open_grpc
         self._native = native
-        self._grpc_channel = open_grpc() if native is None else None
+        self._grpc_channel: grpc.aio.Channel | None = None
         self.channel: NativeChannel | grpc.aio.Channel = native or self.grpc_channel
         self.fail_open = fail_open
         self.allows: Callable[[], bool] = fail_open.breaker.allows
@@ -176,7 +176,7 @@ class AsyncSession:
         self.batcher: Batcher = Batcher(send, linger_s=linger_s, loop=self.loop)
         self.ask: Callable[[bytes, float], asyncio.Future[Decision]] = self.batcher.add
         self._metadata = metadata
-        self._methods = {} if self._grpc_channel is None else methods_of(self._grpc_channel)
+        self._methods = {} if native is not None else methods_of(self.grpc_channel)
         self._under_way: set[asyncio.Future[Any]] = set()
         self.leases: Leases | None = None
         self._is_closed = False

