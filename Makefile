@@ -24,7 +24,8 @@ serve: ## serve from the checkout, with WORKERS (1) processes; a new rule book i
 	@$(PYTHON) tools/setup_venv.py $(if $(filter-out 1,$(WORKERS)),--to-serve-with-workers,--to-serve)
 	@$(BIN)/ratelimitd serve --rules-file examples/rules.yaml $(if $(WORKERS),--workers $(WORKERS))
 
-# The tests of whole clusters, of the simulated ledger and of generated input are `deep`; a slice of each stays in `test`.
+# The tests of whole clusters, of the simulated ledger and of generated input are `deep`, and others that take seconds; a
+# slice of each stays in `test`.
 QUICK := not system and not long and not deep
 
 # Does nothing when it is current: it is pinned and verified by tools/helm/go.sum. The Go caches are the user's own.

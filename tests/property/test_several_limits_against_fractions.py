@@ -383,7 +383,6 @@ def check_many(checks):
     assert min(met.values()) >= checks // 100, met
 
 
-@pytest.mark.slice
 def test_6_000_random_checks_get_the_exact_answers():
     check_many(6_000)
 

@@ -206,6 +206,7 @@ async def test_a_flood_ends_its_connection_on_every_kind_of_line(serving):
     assert await quiet.status() == StatusCode.OK
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("flood", [rapid_reset, made_you_reset_by_window, header_bomb, pings])
 async def test_repeated_floods_leak_no_memory(plain, flood):
     async def attack(times):

@@ -32,6 +32,7 @@ NESTED = st.lists(st.builds(field, st.just(1), MESSAGES), max_size=3).map(b"".jo
 ANY_BYTES = st.one_of(st.binary(max_size=60), MESSAGES, NESTED)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("path", UNARY)
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=ANY_BYTES)

@@ -175,6 +175,7 @@ async def test_a_set_above_the_rule_limit_is_refused(node):
         await apply(node, *[pb.RateLimit()] * (MAX_APPLIED + 1))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("protocol", Protocol)
 async def test_ten_thousand_rules_are_applied_over_http(protocol):
     rules = [

@@ -157,6 +157,7 @@ async def sides(tmp_path, client, credentials):
         yield found
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("calls", [400, pytest.param(2_500, marks=pytest.mark.long)])
 @pytest.mark.parametrize("client", CLIENTS)

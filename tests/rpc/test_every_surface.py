@@ -52,6 +52,7 @@ def observed(node, credential):
     }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS))
 @pytest.mark.parametrize(
     ("settings", "table"),

@@ -111,6 +111,7 @@ async def agree_on(node, checks):
     assert min(met.values()) >= checks // 200, met
 
 
+@pytest.mark.deep
 async def test_1_000_explanations_match_the_checks_after_them(node):
     await agree_on(node, 1_000)
 

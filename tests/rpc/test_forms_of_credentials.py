@@ -126,6 +126,7 @@ def surfaces(tmp_path_factory):
         }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("values", "roles"), FORMS.values(), ids=FORMS)
 def test_a_form_holds_the_same_roles_everywhere(surfaces, values, roles):
     fields = [("authorization", value) for value in values]

@@ -311,6 +311,7 @@ def test_the_life_of_a_rule_is_the_same_in_every_protocol(pair, protocol, prefix
     assert pair.ends == ends | {("RateLimiterConfig/DeleteRateLimit", StatusCode.NOT_FOUND)}
 
 
+@pytest.mark.deep
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(CALLS, min_size=4, max_size=12))
 def test_every_call_ends_alike_in_every_protocol(pair, calls):

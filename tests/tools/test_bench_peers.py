@@ -118,6 +118,7 @@ def fake():
     return Fake("gubernator")
 
 
+@pytest.mark.deep
 async def test_all_take_turns_and_are_told_beside_ours(tmp_path):
     rules = tmp_path / "rules.yaml"
     rules.write_text(RULES)

@@ -69,6 +69,7 @@ def test_a_script_has_mutants_outside_of_comments_and_texts():
     ]
 
 
+@pytest.mark.deep
 def test_the_tests_of_a_part_tell_mutants_that_matter_from_others(tmp_path, monkeypatch):
     path = "src/ratelimitd/retry.py"
     for tests, expected in (

@@ -119,6 +119,7 @@ def test_windows_of_every_time_zone_match_the_local_clock(name):
     assert_days_are_those_of_the_wall(name, at("2020-01-01"), at("2041-01-01"))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("period", Period)
 @pytest.mark.parametrize("name", [*SAMPLE, "America/Toronto", "Pacific/Apia", "Pacific/Kwajalein"])
 def test_windows_have_neither_gaps_nor_overlaps(name, period):

@@ -223,6 +223,7 @@ CASES = {"kill while it is written", "kill between two steps", "reset with holds
          "hold is lost", "hold was dropped", "clean stop"}  # fmt: skip
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("_small_steps")
 async def test_no_kill_charges_or_gives_back_twice(tmp_path):

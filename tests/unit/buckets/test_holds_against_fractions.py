@@ -317,6 +317,7 @@ def test_sequences_of_holds_checks_and_edits_match_the_fraction_model(first):
     assert {case for case in CASES if met[case] < 5} == set(), met
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("_fast_disk")
 def test_hold_sequences_match_the_fraction_model_across_restarts(tmp_path):
     assert live_over_restarts(tmp_path, range(10_000, 10_150)) > 50

@@ -156,6 +156,7 @@ async def test_checks_that_another_worker_closed_are_closed(path, tmp_path, when
     await node.drain()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("change", ["removed", "demoted", "expired"])
 async def test_a_live_stream_ends_with_the_token_of_its_session(path, clock, change):
     expires = (datetime.fromtimestamp(clock.now_us() / 1e6, UTC) + timedelta(hours=1)).isoformat()
