@@ -16,6 +16,8 @@ from tests.deploy.test_compose import SERVICES
 from tests.servers import free_port, until
 from tests.system.process import START_S, Files
 
+pytestmark = pytest.mark.deep
+
 CONFIG = ROOT / "deploy/compose/envoy.yaml"
 
 

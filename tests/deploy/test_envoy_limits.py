@@ -12,6 +12,8 @@ from tests.deploy.test_envoy import running_envoy
 from tests.servers import free_port, until
 from tests.system.process import NEVER_ENDING_S, START_S, Files
 
+pytestmark = pytest.mark.deep
+
 TYPES = "type.googleapis.com/envoy.extensions"
 ACTIONS = [
     # An address and a path are one descriptor, a user is another: where a header is missing there is none.

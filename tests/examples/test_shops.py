@@ -7,6 +7,8 @@ import pytest
 from ratelimitd import testing
 from tests.examples.shops import ROOT, command_of, running_shop
 
+pytestmark = pytest.mark.deep
+
 EXAMPLES = ROOT / "examples"
 LINES = {"django/shop/settings.py": 2, "fastapi/shop.py": 3, "flask/shop.py": 3}
 

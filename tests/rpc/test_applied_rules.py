@@ -129,6 +129,7 @@ async def test_other_nodes_of_the_database_load_an_applied_set(tmp_path, transpo
         assert other.feed.book.revision == 2
 
 
+@pytest.mark.deep
 async def test_ten_thousand_rules_are_one_revision_while_checks_go_on(node):
     rules = [rule(f"/services/{n % 7}/resources/{n}") for n in range(10_000)]
     began_s = time.monotonic()
@@ -147,6 +148,7 @@ async def test_ten_thousand_rules_are_one_revision_while_checks_go_on(node):
     assert (again.unchanged, again.revision) == (10_000, 1)
 
 
+@pytest.mark.deep
 async def test_the_answer_lists_as_many_long_rules_as_fit(node):
     limits = [
         pb.Limit(name=f"{n}" * 32, limit=1, window_seconds=60, algorithm="token_bucket")

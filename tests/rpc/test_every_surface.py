@@ -72,6 +72,7 @@ def test_each_credential_holds_its_roles_on_every_surface(tmp_path, transport, s
                     assert roles[role] <= {expected}, (credential, surface, role)
 
 
+@pytest.mark.deep
 def test_no_header_makes_a_caller_an_administrator(tmp_path):
     with node_with(tmp_path, "native") as node:
         for header in ("x-forwarded-for", "forwarded", "x-real-ip"):

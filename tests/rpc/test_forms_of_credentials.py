@@ -160,6 +160,7 @@ def test_base64_may_be_padded_or_not(surfaces, transport, value):
     assert {*surfaces[transport]([("authorization", ADMIN), ("x-bin", value)]).values()} == {3}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS))
 def test_wrong_tokens_are_slowed_on_every_surface_together(tmp_path, transport):
     lists = f"/{config.SERVICE}/ListRateLimits"

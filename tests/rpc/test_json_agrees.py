@@ -302,6 +302,7 @@ STORY = [
 ]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("protocol", Protocol)
 @pytest.mark.parametrize("prefix", ["/", "/ratelimiter.v1."])
 def test_the_life_of_a_rule_is_the_same_in_every_protocol(pair, protocol, prefix):

@@ -459,6 +459,21 @@ async def test_a_bucket_whose_paid_debt_is_followed_by_a_hold_is_not_forgiven():
     assert scene.check()[1] == 9
 
 
+async def test_a_bucket_whose_paid_debt_is_followed_by_a_hold_is_not_dropped():
+    scene = Scene()
+    await scene.hold(1)
+    await scene.settle(1, 25)
+    await scene.hold(3, b"b")
+    await scene.settle(3, 25, b"b")
+    scene.clock.advance(seconds=400)
+    await scene.hold(2, ttl_s=600)
+    scene.table.remove(b"b")
+    scene.clock.advance(seconds=300)
+    scene.table.sweep(scene.clock.now_us(), 1)
+    await scene.settle(2, 100)
+    assert scene.check()[:2] == (False, 0)
+
+
 async def test_changes_after_a_failed_write_are_written_later(tmp_path):
     scene = Scene()
     log = scene.opened(tmp_path)

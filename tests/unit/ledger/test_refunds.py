@@ -226,6 +226,7 @@ class Twice:
         )
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("of", [BUCKET, WINDOW, LOG])
 def test_no_bucket_ever_allows_more_than_without_the_charges(of):
     for seed in range(250):

@@ -42,6 +42,7 @@ def test_every_name_is_a_value_of_the_setting_and_the_first_its_default():
         assert Settings.load({}, {"TRANSPORT": name}).transport == name
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_node_imports_grpc_only_to_serve_with_it(tmp_path, transport):
     anywhere = ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
