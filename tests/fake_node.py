@@ -366,7 +366,7 @@ def fake_node(
     if credentials is None:
         port = server.add_insecure_port(f"127.0.0.1:{port}")
     else:
-        port = server.add_secure_port("localhost:0", credentials)
+        port = server.add_secure_port("127.0.0.1:0", credentials)
     node.address = f"{'127.0.0.1' if credentials is None else 'localhost'}:{port}"
     server.start()
     try:
