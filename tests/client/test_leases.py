@@ -178,6 +178,22 @@ async def test_a_refused_lease_is_not_asked_for_again_at_once():
         assert len(node.held) == 1
 
 
+async def test_a_refused_renewal_is_not_asked_for_again_at_once():
+    node = Node()
+    async with leases_of(node) as (leases, loop):
+        await heat(leases, node)
+        for _ in range(HOT):
+            assert leases.take(BUCKET, 1) is not None
+        node.denies = True
+        await loop.run_timers()
+        node.denies = False
+        await heat(leases, node, checks=2 * HOT)
+        assert len(node.held) == 1
+        await loop.run_timers()
+        await heat(leases, node)
+        assert len(node.held) == 2
+
+
 async def test_a_bucket_whose_renewal_was_refused_is_leased_again():
     node = Node()
     async with leases_of(node) as (leases, loop):

@@ -144,6 +144,8 @@ class Leases:
             await hold.settle(0)
             return
         if not hold.is_held:
+            self._asked[bucket] = -1
+            self._count()  # a renewal may be refused while no check is counted
             return
         former = self._leases.get(bucket)
         lease = self._leases[bucket] = _Lease(hold, size)
