@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
@@ -82,10 +82,14 @@ _VERSION: Final = "1"
 _MAX_TIMEOUT_DIGITS: Final = 10
 
 
-def retry_after(error: RpcError) -> dict[str, str]:
-    """Return the header ``Retry-After`` of an error, if it has a delay."""
+def details_of(error: RpcError) -> Sequence[Any]:
+    """Return the details of an error."""
+    return status_pb2.Status.FromString(error.details).details
+
+
+def retry_after(details: Iterable[Any]) -> dict[str, str]:
+    """Return the header ``Retry-After`` for these details of an error, if they have a delay."""
     retry = error_details_pb2.RetryInfo()
-    details = status_pb2.Status.FromString(error.details).details
     if any(detail.Unpack(retry) for detail in details):
         return {"Retry-After": str(retry.retry_delay.seconds)}
     return {}
@@ -112,8 +116,8 @@ class Connect:
     def failure(self, error: RpcError) -> Response:
         """Return an HTTP status for the code, and a body with code, text and details."""
         content: dict[str, Any] = {"code": _CODES[error.code], "message": error.message}
-        headers = retry_after(error)
-        details = status_pb2.Status.FromString(error.details).details
+        details = details_of(error)
+        headers = retry_after(details)
         if details:
             content["details"] = [*map(_detail, details)]
         if error.code is StatusCode.UNAUTHENTICATED:

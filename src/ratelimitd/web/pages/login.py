@@ -7,7 +7,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from ratelimitd.rpc.interface import RpcError
-from ratelimitd.web.api.connect import retry_after
+from ratelimitd.web.api.connect import details_of, retry_after
 from ratelimitd.web.api.http_call import http_call
 from ratelimitd.web.pages.errors import ANSWERS, Cause
 from ratelimitd.web.pages.page_base import SESSION_COOKIE, Fields, Frame, local_path
@@ -48,7 +48,7 @@ class LoginPages:
             name = self._parts.login(http_call(request, "/login", f"Bearer {token}"))
         except RpcError as error:
             response = self._form(request, target, Cause.TOO_MANY_LOGINS)
-            response.headers.update(retry_after(error))
+            response.headers.update(retry_after(details_of(error)))
             return response
         if name is None:
             return self._form(request, target, Cause.WRONG_TOKEN)

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, quote
 
 from google.protobuf.message import Message
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2
 from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
@@ -143,7 +143,8 @@ class Frame:
                 cause = Cause.SESSION_EXPIRED if expired else Cause.LOGIN_REQUIRED
                 raise Refused(cause) from None
             if error.code is StatusCode.RESOURCE_EXHAUSTED:
-                raise Refused(Cause.TOO_MANY_LOGINS, headers=connect.retry_after(error)) from None
+                headers = connect.retry_after(connect.details_of(error))
+                raise Refused(Cause.TOO_MANY_LOGINS, headers=headers) from None
             raise Refused(Cause.NOT_ALLOWED, error.message) from None
         visitor = visitor._replace(admitted=True)
         request.state.visitor = visitor
@@ -308,7 +309,7 @@ class Frame:
 
 def _rejected(error: RpcError) -> Rejected:
     violations: list[FieldViolation] = []
-    for detail in status_pb2.Status.FromString(error.details).details:
+    for detail in connect.details_of(error):
         request = error_details_pb2.BadRequest()
         if detail.Unpack(request):
             violations += (
