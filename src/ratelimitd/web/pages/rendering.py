@@ -5,13 +5,24 @@ All template output is escaped. See ADR 0028.
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
 from hashlib import sha256
+from importlib.metadata import version
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import (
+    BytecodeCache,
+    Environment,
+    FileSystemBytecodeCache,
+    FileSystemLoader,
+    StrictUndefined,
+)
+from jinja2.bccache import Bucket
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -62,14 +73,37 @@ class StaticFiles:
         return Response(found.content, headers=headers, media_type=found.media_type)
 
 
+class CompiledTemplates(FileSystemBytecodeCache):
+    """Compiled templates beside the bytecode of this module; compiling them takes a fifth of a node's start.
+
+    They are of this module, which has the options, of one version of Jinja2 and of Python. As with bytecode, none is
+    written if Python is told so or the directory is not writable.
+    """
+
+    def __init__(self, module: Path = Path(__file__)) -> None:
+        of = sha256(version("jinja2").encode() + module.read_bytes()).hexdigest()[:16]
+        super().__init__(
+            str(Path(cache_from_source(str(module))).parent),
+            f"{sys.implementation.cache_tag}-{of}-%s.template",
+        )
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        """Write one compiled template."""
+        if not sys.dont_write_bytecode:
+            with suppress(OSError):
+                super().dump_bytecode(bucket)
+
+
 @cache
 def look() -> tuple[StaticFiles, Environment]:
     """Return the files and templates of the package; loaded once per process, for all its nodes."""
     static = StaticFiles()
-    return static, environment(static)
+    return static, environment(static, HERE / "templates", CompiledTemplates())
 
 
-def environment(static: StaticFiles, directory: Path = HERE / "templates") -> Environment:
+def environment(
+    static: StaticFiles, directory: Path, compiled: BytecodeCache | None = None
+) -> Environment:
     """Compile the templates."""
     found = Environment(
         loader=FileSystemLoader(directory),
@@ -78,6 +112,7 @@ def environment(static: StaticFiles, directory: Path = HERE / "templates") -> En
         auto_reload=False,
         trim_blocks=True,
         lstrip_blocks=True,
+        bytecode_cache=compiled,
     )
     found.globals["static_url"] = static.url
     for shown in (number, duration, instant, short, faded):

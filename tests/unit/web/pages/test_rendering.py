@@ -1,3 +1,4 @@
+import sys
 from datetime import UTC, datetime
 
 import httpx
@@ -8,6 +9,7 @@ from starlette.applications import Starlette
 from ratelimitd.web.pages.rendering import (
     LASTING,
     NONE,
+    CompiledTemplates,
     StaticFiles,
     duration,
     environment,
@@ -82,6 +84,66 @@ def test_unreadable_template_fails_at_once(tmp_path, files):
     (tmp_path / "t.html").write_text("{% if %}")
     with pytest.raises(jinja2.TemplateSyntaxError):
         environment(files, tmp_path)
+
+
+def compiled_beside(module, files, templates):
+    """Whether any template had to be compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        compiled = []
+        compile_one = jinja2.Environment.compile
+        patch.setattr(
+            "jinja2.Environment.compile",
+            lambda *arguments: compiled.append(1) or compile_one(*arguments),
+        )
+        text = environment(files, templates, CompiledTemplates(module)).get_template("t.html")
+        assert text.render() == "a"
+    return bool(compiled)
+
+
+@pytest.fixture
+def module(tmp_path_factory):
+    code = tmp_path_factory.mktemp("code")
+    (code / "__pycache__").mkdir()
+    (code / "rendering.py").write_text("# options")
+    return code / "rendering.py"
+
+
+@pytest.fixture
+def templates(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("templates")
+    (directory / "t.html").write_text("{% if true %}a{% endif %}")
+    return directory
+
+
+def test_templates_are_compiled_once_for_each_version_of_the_module(
+    module, files, templates, monkeypatch
+):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert compiled_beside(module, files, templates)
+    assert not compiled_beside(module, files, templates)
+    module.write_text("# other options")
+    assert compiled_beside(module, files, templates)
+
+
+def test_a_damaged_compiled_template_is_compiled_again(module, files, templates, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    compiled_beside(module, files, templates)
+    for path in (module.parent / "__pycache__").iterdir():
+        path.write_bytes(path.read_bytes()[:-9])
+    assert compiled_beside(module, files, templates)
+    assert not compiled_beside(module, files, templates)
+
+
+def test_no_compiled_template_is_written_where_no_bytecode_is(
+    module, files, templates, monkeypatch
+):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert compiled_beside(module, files, templates)
+    assert not [*(module.parent / "__pycache__").iterdir()]
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    (module.parent / "__pycache__").rmdir()
+    assert compiled_beside(module, files, templates)
+    assert [*module.parent.iterdir()] == [module]
 
 
 def test_numbers_have_a_thin_space_between_thousands():
