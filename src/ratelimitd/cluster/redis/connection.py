@@ -96,6 +96,8 @@ def deliver(done: Done, reply: object) -> None:
         )
 
 
+SHARED_STATE: Final = "the shared state"
+
 UNAVAILABLE: Final = {
     "BUSY": StoreUnavailableError,
     "CLUSTERDOWN": StoreClusterDownError,
@@ -139,30 +141,30 @@ def server_named(host: str, port: str) -> Server | None:
     return Server(host, int(port))
 
 
-def error_of(text: str) -> RateLimitdError:
-    """Return the error for the sender of the command."""
+def error_of(text: str, peer: str = SHARED_STATE) -> RateLimitdError:
+    """Return the error for the sender of the command; ``peer`` is what it calls the server."""
     code = code_of(text)
     if code in UNAVAILABLE:
-        return UNAVAILABLE[code](f"the shared state answered {code}")
+        return UNAVAILABLE[code](f"{peer} answered {code}")
     if text.startswith(_FULL):
-        return StoreUnavailableError("the shared state has reached its maximum of clients")
+        return StoreUnavailableError(f"{peer} has reached its maximum of clients")
     line = _SCRIPT_LINE.search(text)
     where = f" in line {line[1]} of a script" if line else ""
     if text.startswith(_FORBIDDEN):
         code = "NOPERM"
     if code in MISCONFIGURED:
-        return StoreMisconfiguredError(f"the shared state answered {code}{where}")
-    return StoreCorruptError(f"the shared state answered {code or 'an error'}{where}")
+        return StoreMisconfiguredError(f"{peer} answered {code}{where}")
+    return StoreCorruptError(f"{peer} answered {code or 'an error'}{where}")
 
 
-def login_error_of(text: str) -> StoreUnavailableError:
-    """Return the error of a handshake; one that is not temporary counts as a wrong setting."""
+def login_error_of(text: str, peer: str) -> StoreUnavailableError:
+    """Return the error of a handshake with ``peer``; one that is not temporary counts as a wrong setting."""
     if code_of(text) in REDIRECTIONS:
         return StoreUnavailableError("the map of the Cluster is not up to date yet")
-    error = error_of(text)
+    error = error_of(text, peer)
     if isinstance(error, StoreUnavailableError):
         return error
-    return StoreMisconfiguredError(f"the shared state refuses us: {code_of(text) or 'an error'}")
+    return StoreMisconfiguredError(f"{peer} refuses us: {code_of(text) or 'an error'}")
 
 
 MAX_REQUESTS: Final = 8_192
@@ -461,6 +463,8 @@ class Handshake(NamedTuple):
     """Shown by CLIENT LIST; no spaces."""
     wants_primary: bool = True
     """Refuse a replica. In a Cluster every node redirects, in any role."""
+    peer: str = SHARED_STATE
+    """What error messages call the server."""
 
 
 class Refused(Exception):  # noqa: N818 -- it carries an error reply and never leaves this package
@@ -518,7 +522,7 @@ async def log_in(connection: Connection, handshake: Handshake) -> None:
     for place, reply in enumerate(replies):
         if isinstance(reply, Refused):
             if place < len(must) or code_of(str(reply)) != "NOPERM":
-                raise login_error_of(str(reply)) from None
+                raise login_error_of(str(reply), handshake.peer) from None
         elif isinstance(reply, BaseException):
             raise reply
     role = replies[-1] if handshake.wants_primary else None

@@ -110,7 +110,7 @@ async def ask_once(
     try:
         return await ask(connection, *command)
     except Refused as refused:
-        raise login_error_of(str(refused)) from None
+        raise login_error_of(str(refused), handshake.peer) from None
     finally:
         connection.drop(StoreUnavailableError("asked"))
 

@@ -152,7 +152,7 @@ class Subscription:
             await ask(listener, verb, self._channel.name)
         except Refused as refused:
             listener.drop(StoreUnavailableError("no subscription"))
-            raise login_error_of(str(refused)) from None
+            raise login_error_of(str(refused), self._options.handshake.peer) from None
         except BaseException:
             listener.drop(StoreUnavailableError("no subscription"))
             raise

@@ -32,7 +32,9 @@ class Sentinels:
         self._sentinels = list(url.servers)
         self._tls: ssl.SSLContext | None = options.tls
         client_name = options.handshake.client_name
-        self.handshake = Handshake(url.sentinel_login, 0, client_name, wants_primary=False)
+        self.handshake = Handshake(
+            url.sentinel_login, 0, client_name, wants_primary=False, peer="a sentinel"
+        )
 
     async def primary(self) -> Server:
         """Return the address of the primary.
@@ -64,12 +66,7 @@ class Sentinels:
 
     async def _ask(self, sentinel: Server) -> Server:
         command = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._service)
-        try:
-            reply = await ask_once(sentinel, self.handshake, self._tls, *command, within_s=ASK_S)
-        except StoreMisconfiguredError as error:
-            # The passwords of the servers are others.
-            message = str(error).replace("the shared state", "a sentinel")
-            raise StoreMisconfiguredError(message) from None
+        reply = await ask_once(sentinel, self.handshake, self._tls, *command, within_s=ASK_S)
         match reply:
             case [bytes() as host, bytes() as port]:
                 primary = _named(host, port)

@@ -43,7 +43,9 @@ def test_each_error_reply_maps_to_an_error_without_its_arguments(text, kind):
     error = error_of(text)
     assert type(error) is kind
     assert SECRET not in str(error)
-    assert SECRET not in str(login_error_of(text))
+    of_login = str(login_error_of(text, "a sentinel"))
+    assert SECRET not in of_login
+    assert "shared state" not in of_login
 
 
 def test_an_error_in_a_script_names_its_line():
@@ -83,4 +85,4 @@ def test_the_code_is_the_first_word_in_capitals():
     ],
 )
 def test_a_permanent_error_of_the_handshake_is_a_wrong_setting(text, kind):
-    assert type(login_error_of(text)) is kind
+    assert type(login_error_of(text, "a server")) is kind
