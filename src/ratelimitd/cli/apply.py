@@ -43,7 +43,7 @@ from ratelimitd.rules.rules_file import (
     parse_rules,
 )
 from ratelimitd.rules.schema import rules_schema
-from ratelimitd.rules.store import EDITABLE, LimitDraft, RuleDraft
+from ratelimitd.rules.store import EDITABLE, FIRST_LIMIT, LimitDraft, RuleDraft
 from ratelimitd.settings.parsing import identifier_keys
 from ratelimitd.settings.table import SETTINGS
 from ratelimitd_client import NodeClient
@@ -62,9 +62,6 @@ _IN_FILE: Final = re.compile(r"rate_limits\b(?:\[(\d{1,6})\])?")
 
 RULES_PER_S: Final = 500
 """The timeout grows by a second per this many rules; a node applies thousands a second."""
-
-_OF_FIRST: Final = frozenset({"limit", "window_seconds", "algorithm"})
-"""Fields that repeat the first of several limits."""
 
 LONG: Final = 1_000
 """Minimum number of rules with an activity display; fewer are applied too quickly."""
@@ -326,7 +323,7 @@ def _print_change(change: pb.RateLimitChange, output: Output) -> None:
         output.line(output.styled(f"- delete {_name(before)}: {values_text(before)}", "bad"))
         return
     output.line(output.styled(f"~ update {_name(before)}", "warn"))
-    hidden = _OF_FIRST if before.limits or after.limits else {"limits"}
+    hidden = FIRST_LIMIT if before.limits or after.limits else ("limits",)
     for name in EDITABLE:
         old, new = _text(before, name), _text(after, name)
         if old != new and name not in hidden:
@@ -334,22 +331,15 @@ def _print_change(change: pb.RateLimitChange, output: Output) -> None:
 
 
 def _message(draft: RuleDraft) -> pb.RateLimit:
-    return pb.RateLimit(id=draft.id, **{name: _value(draft, name) for name in EDITABLE})
+    fields: dict[str, Any] = {name: getattr(draft, name) for name in EDITABLE}
+    fields["limits"] = map(_limit, draft.limits)
+    fields["plans"] = {
+        one.name: pb.LimitList(limits=map(_limit, one.limits)) for one in draft.plans
+    }
+    return pb.RateLimit(id=draft.id, **fields)
 
 
-def _value(draft: RuleDraft, name: str) -> Any:
-    """Return a field in the form of the contract."""
-    if name == "limits":
-        return [*map(limit_message, draft.limits)]
-    if name == "plans":
-        return {
-            plan.name: pb.LimitList(limits=map(limit_message, plan.limits)) for plan in draft.plans
-        }
-    return getattr(draft, name)
-
-
-def limit_message(limit: LimitDraft) -> pb.Limit:
-    """Return a limit in the form of the contract."""
+def _limit(limit: LimitDraft) -> pb.Limit:
     fields = asdict(limit)
     enforcement = pb.Enforcement.Value(fields.pop("enforcement").upper())
     if limit.period:

@@ -1,6 +1,6 @@
 """Runs cases against a server that has their rules: with the times of the cases, or on the server's clock.
 
-Prints nothing: results are values, which :mod:`ratelimitd.cli.conformance.report` prints.
+Prints nothing: results are values.
 """
 
 from __future__ import annotations

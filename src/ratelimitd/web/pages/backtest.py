@@ -142,7 +142,8 @@ class BacktestPage:
             file = await asyncio.to_thread(_file_of, rules, text, self._parts.types)
         except RuleInvalidError as error:
             return {"status_code": 422, "wrong": str(error)}
-        paths = _within(await self._files(), window, self._parts.now_s())
+        files = await asyncio.to_thread(_files, self._parts.record_dir)
+        paths = _within(files, window, self._parts.now_s())
         if file is None:
             problem = f"There are more than {MAX_RULES} rules: use ratelimitd backtest."
         elif not paths:
@@ -152,25 +153,18 @@ class BacktestPage:
             return {"status_code": 200 if report else 500, "report": report, "problem": problem}
         return {"status_code": 409, "problem": problem}
 
-    async def _files(self) -> list[Path]:
-        return (
-            []
-            if self._parts.record_dir is None
-            else await asyncio.to_thread(_files, self._parts.record_dir)
-        )
-
     async def _page(
         self, request: Request, window: str, text: str, *, status_code: int = 200, **context: Any
     ) -> Response:
         given = {"wrong": "", "report": None, "is_running": False, **context}
-        windows = [*WINDOWS, *map(_begin, await self._files())]
+        files = await asyncio.to_thread(_files, self._parts.record_dir)
         return self._frame.page(
             request,
             "backtest.html",
             status_code=status_code,
             is_on=self._parts.record_dir is not None,
             window=window,
-            windows=windows,
+            windows=[*WINDOWS, *map(_begin, files)],
             rules=text,
             longest_s=round(REPLAY_S),
             **given,
@@ -228,10 +222,11 @@ def _draft_of(rule: Rule) -> RuleDraft:
     return row._replace(algorithm=str(row.algorithm)).draft()
 
 
-def _files(directory: Path) -> list[Path]:
-    """Return the complete files, the newest first."""
+def _files(directory: Path | None) -> list[Path]:
+    """Return the complete files, the newest first; none without a directory."""
     with suppress(OSError):
-        files = [path for path in directory.iterdir() if FILE_NAME.fullmatch(path.name)]
+        paths = directory.iterdir() if directory is not None else ()
+        files = [path for path in paths if FILE_NAME.fullmatch(path.name)]
         return sorted([path for path in files if path.suffix == WHOLE], reverse=True)[:MAX_WINDOWS]
     return []
 

@@ -60,8 +60,6 @@ def row(sample: Sample) -> Sequence[float | None]:
 RECENT_SAMPLES: Final = 5
 """Ratios and percentiles cover the last ten seconds: two seconds have too few checks."""
 
-BREAKER_WORDS: Final = {"closed": "closed", "open": "open", "half_open": "half open"}
-
 GOOD: Final = "good"
 WARN: Final = "warn"
 BAD: Final = "bad"
@@ -290,7 +288,7 @@ def _breaker(alive: Sequence[NodeStatus]) -> Tile:
     note = f"next try in {seconds(round(worst.retry_s))}"
     if alive[1:]:
         note += f", on {worst.node_id}"
-    return Tile("Breaker", BREAKER_WORDS[worst.breaker_state], note, BAD)
+    return Tile("Breaker", worst.breaker_state.replace("_", " "), note, BAD)
 
 
 def _advice(alive: Sequence[NodeStatus], on_breaker_open: str) -> str:
@@ -326,7 +324,7 @@ def _node_row(node: NodeView, newest_revision: int, stale_for: str) -> NodeRow:
     sample = status.sample
     behind = status.rules_revision < newest_revision and not node.gone
     state, tone = _state(node, stale_for)
-    breaker = BREAKER_WORDS[status.breaker_state]
+    breaker = status.breaker_state.replace("_", " ")
     if status.breaker_state != "closed":
         breaker += f", {seconds(round(status.retry_s))}"
     figures = (

@@ -102,10 +102,9 @@ class Sessions:
         self._admin_token = admin_token
         self._now_s = now_s
         self._session_of = session_of
-        key = admin_token.encode() or secrets.token_bytes(32)
-        self._key = key
-        self._signed = _signer(key, _SALT)
-        self._links = _signer(key, _LINK_SALT)
+        self._key = admin_token.encode() or secrets.token_bytes(32)
+        self._signed = _signer(self._key, _SALT)
+        self._links = _signer(self._key, _LINK_SALT)
         self._used_links: dict[str, float] = {}
         """Nonces of used links and their expiry. Only holders of the admin token can make it grow."""
 
