@@ -87,7 +87,7 @@ class Cell:
 SETTINGS = {
     "eventual": [],
     # A long timeout: a machine that is busy with its own load must not look like an outage of the shared state.
-    "patient": ["--redis-timeout-ms", "200"],
+    "patient": PATIENT,
     "tight": ["--accuracy", "tight", "--redis-timeout-ms", "200"],
     "strict": ["--consistency", "strict", *PATIENT],
 }
