@@ -4,11 +4,12 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import grpc
+import pytest
 
 from ratelimitd_client.async_hold import AsyncHold
 from ratelimitd_client.decision import Decision, Reason
 from ratelimitd_client.fail_open import CallError
-from ratelimitd_client.leases import HOT, MAX_BUCKETS, PART, SPARE, Leases
+from ratelimitd_client.leases import HOT, MAX_BUCKETS, MAX_LEASE_MS, PART, SPARE, Leases
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 
 BUCKET = ("u", "user", "/a")
@@ -20,18 +21,23 @@ def decision(remaining, *, limit=1_000_000, allowed=True):
 
 
 class Loop:
-    """The running loop, with timers that tests let run."""
+    """The running loop, with a clock and timers that tests let run."""
 
     def __init__(self):
         self.create_task = asyncio.get_running_loop().create_task
+        self.now_s = 0.0
         self._timers = []
 
+    def time(self):
+        return self.now_s
+
     def call_later(self, delay_s, call, *arguments):
-        assert delay_s == LEASE_S
+        assert delay_s == pytest.approx(LEASE_S)
         self._timers.append((call, arguments))
 
     async def run_timers(self):
         """Let the time of a lease pass."""
+        self.now_s += LEASE_S
         timers, self._timers = self._timers, []
         for call, arguments in timers:
             call(*arguments)
@@ -71,7 +77,7 @@ class Node:
 @asynccontextmanager
 async def leases_of(node):
     loop = Loop()
-    leases = Leases(node.acquire, lease_s=LEASE_S, loop=loop)
+    leases = Leases(node.acquire, lease_s=LEASE_S, loop=loop, now_s=loop.time)
     try:
         yield leases, loop
     finally:
@@ -116,6 +122,32 @@ async def test_what_was_not_used_is_given_back_when_the_lease_ends():
         await loop.run_timers()
         assert leases.take(BUCKET, 1) is None
     assert node.settled == [8]
+
+
+async def test_a_lease_decides_nothing_after_its_end_although_its_timer_is_late():
+    node = Node()
+    async with leases_of(node) as (leases, loop):
+        await heat(leases, node)
+        assert leases.take(BUCKET, 2) is not None
+        loop.now_s += LEASE_S  # the process was suspended, or its loop was blocked
+        assert leases.take(BUCKET, 1) is None
+        await loop.run_timers()
+    assert node.settled == [2]
+
+
+async def test_a_lease_whose_answer_comes_after_the_longest_time_of_one_is_given_back():
+    node = Node()
+    async with leases_of(node) as (leases, loop):
+        for _ in range(HOT):
+            leases.record(BUCKET, 1, decision(node.remaining))
+        await asyncio.sleep(0)  # it was asked for
+        loop.now_s += MAX_LEASE_MS / 1_000
+        await settled_down()
+        assert leases.take(BUCKET, 1) is None
+        assert node.settled == [0]
+        await loop.run_timers()
+        await heat(leases, node)
+        assert leases.take(BUCKET, 1) is not None
 
 
 async def test_a_lease_that_is_used_up_early_is_followed_by_a_larger_one():

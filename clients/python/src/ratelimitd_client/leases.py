@@ -8,13 +8,16 @@ decided by a lease; those that find none are sent as ever, and tell what a bucke
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeAlias
 
 from ratelimitd_client.async_hold import AsyncHold
+from ratelimitd_client.check import MS_PER_S
 from ratelimitd_client.decision import Decision
 
 MAX_LEASE_MS: Final = 1_000
+"""Longest time of a lease, from when it was asked for."""
 
 HOT: Final = 10
 """Checks of a bucket within the time of a lease from which on it is leased."""
@@ -44,12 +47,13 @@ Acquire: TypeAlias = Callable[[Bucket, int], Awaitable[AsyncHold]]
 
 
 class _Lease:
-    """Tokens that are held: ``left`` of ``size``."""
+    """Tokens that are held: ``left`` of ``size``, until ``ends_s`` of the monotonic clock."""
 
-    __slots__ = ("beneath", "hold", "is_renewed", "left", "low", "rest", "size")
+    __slots__ = ("beneath", "ends_s", "hold", "is_renewed", "left", "low", "rest", "size")
 
-    def __init__(self, hold: AsyncHold, size: int) -> None:
+    def __init__(self, hold: AsyncHold, size: int, ends_s: float) -> None:
         self.hold = hold
+        self.ends_s = ends_s
         _, self.beneath, reset_time, _, *rest = hold.decision
         """Tokens that the bucket has left beside the lease."""
         self.rest = (reset_time, 0, *rest)
@@ -65,14 +69,21 @@ class Leases:
         acquire: holds tokens; its hold is not allowed, or holds nothing, where there is no lease.
         lease_s: how long a lease is used.
         loop: its timers end leases.
+        now_s: the monotonic clock. Some loops have one that stands still while they run tasks.
     """
 
     def __init__(
-        self, acquire: Acquire, *, lease_s: float, loop: asyncio.AbstractEventLoop
+        self,
+        acquire: Acquire,
+        *,
+        lease_s: float,
+        loop: asyncio.AbstractEventLoop,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._acquire = acquire
         self._lease_s = lease_s
         self._loop = loop
+        self._now_s = now_s
         self._leases: dict[Bucket, _Lease] = {}
         self._asked: dict[Bucket, int] = {}
         """Tokens asked for without a lease since the last timer; -1 of a bucket that is not leased until then."""
@@ -90,7 +101,8 @@ class Leases:
         if lease is None or cost.__class__ is not int:
             return None
         left = lease.left - cost
-        if left < 0 or cost < 1:
+        # A process that was suspended, or whose loop was blocked, may decide checks that waited before its timers run.
+        if left < 0 or cost < 1 or self._now_s() >= lease.ends_s:
             return None
         lease.left = left
         if left < lease.low and not lease.is_renewed:
@@ -139,8 +151,12 @@ class Leases:
         task.add_done_callback(self._tasks.discard)
 
     async def _begin(self, bucket: Bucket, size: int) -> None:
+        last_s = self._now_s() + MAX_LEASE_MS / MS_PER_S
         hold = await self._acquire(bucket, size)
-        if self._is_closed:
+        now_s = self._now_s()
+        ends_s = min(now_s + self._lease_s, last_s)
+        # A suspended process may find the answer before its deadline.
+        if self._is_closed or ends_s <= now_s:
             await hold.settle(0)
             return
         if not hold.is_held:
@@ -148,9 +164,9 @@ class Leases:
             self._count()  # a renewal may be refused while no check is counted
             return
         former = self._leases.get(bucket)
-        lease = self._leases[bucket] = _Lease(hold, size)
+        lease = self._leases[bucket] = _Lease(hold, size, ends_s)
         self._asked.pop(bucket, None)
-        self._loop.call_later(self._lease_s, self._end, bucket, lease)
+        self._loop.call_later(ends_s - now_s, self._end, bucket, lease)
         if former is not None:
             await former.hold.settle(former.size - former.left)
 
