@@ -34,35 +34,19 @@ async def operator(node):
         yield found
 
 
-async def test_every_page_requires_a_login_and_no_machine_endpoint(stranger, node):
+async def test_every_page_requires_a_login(stranger):
     for path in PAGES:
         answer = await stranger.get(path)
         assert answer.status_code == 303, path
         assert answer.headers["location"].startswith("/login?next=")
-    for path in ("/metrics", "/healthz", "/readyz"):
-        answer = await stranger.get(path, Host="service.example", **{"X-Forwarded-For": "::1"})
-        assert answer.status_code == 200
-        assert "content-security-policy" not in answer.headers
-    description = await stranger.get("/", Accept="*/*")
-    assert description.status_code == 200
-    assert description.text.startswith(f"ratelimitd {__version__}")
-    assert node.grpc_address in description.text
-    assert description.headers["cache-control"] == "no-store"
 
 
-async def test_every_page_has_the_security_headers_and_needs_no_other_host(operator):
+async def test_every_page_has_the_content_security_policy(operator):
     for path in [*PAGES, "/login", "/nothing", "/static/page.css", "/static/none"]:
         headers = (await operator.get(path)).headers
         assert {name: headers.get(name) for name in SECURITY_HEADERS} == dict(SECURITY_HEADERS), (
             path
         )
-    for path in ("/rules", "/rules/new", "/try", "/audit", "/plans", "/login"):
-        page = (await operator.get(path)).text
-        assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
-        assert "https://" not in page
-        assert "<style" not in page
-        assert " style=" not in page
-        assert "<script>" not in page
 
 
 async def test_post_without_a_session_changes_nothing_and_is_counted(stranger, node):
@@ -88,7 +72,7 @@ async def test_page_is_closed_after_logout(operator):
     assert (await operator.get("/rules")).status_code == 303
 
 
-async def test_not_found_and_a_refused_method_are_answered_to_browsers_and_programs(operator, node):
+async def test_not_found_is_answered_to_browsers_and_programs(operator):
     page = await operator.get("/nothing")
     assert (page.status_code, "<h1>There is no such page</h1>" in page.text) == (404, True)
     answer = await operator.get("/nothing", Accept="application/json")
@@ -97,11 +81,28 @@ async def test_not_found_and_a_refused_method_are_answered_to_browsers_and_progr
     assert answer.status_code == 405
     assert "This page does not accept that method" in answer.text
     assert answer.headers["allow"] == "GET, HEAD"
-    # Several routes of a path are named together.
+
+
+async def test_refused_method_is_answered_with_those_of_all_routes_of_the_path(node):
     async with httpx.AsyncClient(base_url=f"http://{node.http_address}") as client:
         for accept in ("text/html", "*/*"):
             answer = await client.put("/login", headers={"Accept": accept})
             assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD, POST")
+
+
+async def test_programs_get_a_description_without_a_login(stranger, node):
+    answer = await stranger.get("/", Accept="*/*")
+    assert answer.status_code == 200
+    assert answer.text.startswith(f"ratelimitd {__version__}")
+    assert node.grpc_address in answer.text
+    assert answer.headers["cache-control"] == "no-store"
+
+
+async def test_machine_endpoints_need_no_login(stranger):
+    for path in ("/metrics", "/healthz", "/readyz"):
+        answer = await stranger.get(path, Host="service.example", **{"X-Forwarded-For": "::1"})
+        assert answer.status_code == 200
+        assert "content-security-policy" not in answer.headers
 
 
 async def test_proxy_may_forward_any_request_of_its_client():
@@ -146,3 +147,13 @@ async def test_connect_is_refused_and_the_connection_stays_usable():
             writer.close()
             assert answers.startswith(b"HTTP/1.1 405 "), target
             assert b"\r\n\r\nthis is not a proxy\nHTTP/1.1 200 OK\r\n" in answers, target
+
+
+async def test_no_page_mentions_another_host(operator):
+    for path in ("/rules", "/rules/new", "/try", "/audit", "/plans", "/login"):
+        page = (await operator.get(path)).text
+        assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+        assert "https://" not in page
+        assert "<style" not in page
+        assert " style=" not in page
+        assert "<script>" not in page

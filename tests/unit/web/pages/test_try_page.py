@@ -62,10 +62,13 @@ async def test_peek_spends_nothing(visitor):
     assert "Peek only: nothing was spent." in (await check(visitor, peek="on"))[1]
 
 
-async def test_answer_that_time_or_tokens_do_not_change_has_none(visitor):
+async def test_cost_above_the_limit_never_passes(visitor):
     text = (await check(visitor, cost="4"))[1]
     assert "waiting does not help" in text
     assert "The same check passes" not in text
+
+
+async def test_answer_without_a_rule_has_no_numbers(visitor):
     text = (await check(visitor, endpoint="/other"))[1]
     assert "No rule applies" in text
     assert "Remaining" not in text
@@ -88,21 +91,25 @@ async def test_denial_while_the_breaker_is_open_is_a_denial(visitor, monkeypatch
     assert WORDS[Reason.FAIL_OPEN_BREAKER] in text
 
 
+async def test_invalid_cost_is_reported_at_its_field(visitor):
+    for cost in ("", "x", "-1", "1.5", str(2**31), "<b>"):
+        answer = await visitor.post("/try", {**ALICE, "action": "check", "cost": cost})
+        assert (answer.status_code, errors_in(answer.text)) == (422, {"cost": COST_PROBLEM}), cost
+
+
 async def test_check_may_wait(visitor):
     await check(visitor, endpoint="/upload", cost="5")
     upload = {"endpoint": "/upload", "max_wait_ms": "20000"}
     assert "allowed user alice" in (await check(visitor, **upload, action="explain"))[1]
     waits = (await check(visitor, **upload))[1]
     assert re.search(r"Wait 20\W000 ms before the request proceeds", waits)
-
-
-async def test_errors_are_shown_at_their_fields(visitor, node):
-    for cost in ("", "x", "-1", "1.5", str(2**31), "<b>"):
-        answer = await visitor.post("/try", {**ALICE, "action": "check", "cost": cost})
-        assert (answer.status_code, errors_in(answer.text)) == (422, {"cost": COST_PROBLEM}), cost
-    answer = await visitor.post("/try", {**ALICE, "max_wait_ms": "60001", "cost": "x"})
+    wrong = {**ALICE, "max_wait_ms": "60001", "cost": "x"}
+    answer = await visitor.post("/try", wrong)
     assert answer.status_code == 422
     assert errors_in(answer.text) == {"cost": COST_PROBLEM, "max_wait_ms": WAIT_PROBLEM}
+
+
+async def test_errors_of_the_service_are_shown_at_their_fields(visitor, node):
     fields = {**ALICE, "identifier": "", "identifier_type": "nobody", "endpoint": "*"}
     answer = await visitor.post("/try", {**fields, "action": "check"})
     assert answer.status_code == 422
@@ -118,7 +125,7 @@ async def test_errors_are_shown_at_their_fields(visitor, node):
     assert node.stats.allowed_total == 0
 
 
-async def test_reset_happens_after_confirmation_and_its_failure_is_reported(visitor, monkeypatch):
+async def test_reset_happens_after_confirmation(visitor):
     await check(visitor, cost="3")
     asked = await visitor.post("/try", {**ALICE, "action": "ask"})
     assert "This cannot be taken back." in asked.text
@@ -126,6 +133,9 @@ async def test_reset_happens_after_confirmation_and_its_failure_is_reported(visi
     done = await visitor.post("/try", {**hidden_in(asked.text), "action": "reset"})
     assert "starts afresh" in done.text
     assert "Remaining 2 of 3" in (await check(visitor))[1]
+
+
+async def test_failed_reset_is_reported(visitor, monkeypatch):
     monkeypatch.setattr("ratelimitd.services.health.MAX_RESETS", 0)
     answer = await visitor.post("/try", {**ALICE, "action": "reset"})
     assert answer.status_code == 429
@@ -189,7 +199,7 @@ async def tenants(clock, tmp_path):
         yield visitor
 
 
-async def test_check_and_explanation_with_further_identities_show_every_limit(tenants):
+async def test_check_with_further_identities_shows_every_limit(tenants):
     also = {"also-tenant": "acme", "also-ip": ""}
     _, text = await check(tenants, **also)
     assert "allowed user alice , tenant acme on /orders" in text
@@ -205,16 +215,17 @@ async def test_check_and_explanation_with_further_identities_show_every_limit(te
     assert "none was charged" in text
     assert "user default: 3 in 1 min allows 2" in text
     assert "Every limit" not in (await check(tenants, peek="on"))[1]
-    _, text = await check(tenants, action="explain", **also)
+
+
+async def test_explanation_includes_further_identities(tenants):
+    await check(tenants, **{"also-tenant": "acme"}, cost="2")
+    _, text = await check(tenants, action="explain", **{"also-tenant": "acme"})
     assert "denied user alice , tenant acme" in text
     assert "/orders tenant default: 2 in 1 min denies, 0 left" in text
     assert "Every limit" not in text
 
 
-async def test_further_identities_are_offered_and_an_error_is_shown_at_its_field(tenants):
-    page = (await tenants.get("/try")).text
-    assert re.findall(r'name="also-(\w+)"', page) == ["user", "ip", "api_key", "tenant"] * 2
-    assert page.count("<details>") == 2
+async def test_error_of_a_further_identity_is_shown_at_its_field_with_the_input(tenants):
     fields = {**ALICE, "also-ip": "nowhere", "also-user": "bob", "also-tenant": "acme"}
     answer = await tenants.post("/try", {**fields, "action": "check"})
     assert answer.status_code == 422
@@ -232,6 +243,12 @@ async def test_combination_of_identities_is_reset(tenants):
     assert "Remaining 2 of 3" in (await check(tenants, **pair))[1]
     refused = await tenants.post("/try", {**pair, "also-ip": "nowhere", "action": "ask"})
     assert set(errors_in(refused.text)) == {"reset-also-ip"}
+
+
+async def test_further_identities_are_offered_for_declared_types_and_collapsed(tenants):
+    page = (await tenants.get("/try")).text
+    assert re.findall(r'name="also-(\w+)"', page) == ["user", "ip", "api_key", "tenant"] * 2
+    assert page.count("<details>") == 2
 
 
 async def test_too_many_further_identities_are_refused():
