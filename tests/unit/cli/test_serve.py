@@ -65,7 +65,10 @@ def test_help_lists_every_setting_with_its_default(run):
 
 
 SIGNALLED = """
-import os, sys
+import os, signal, sys
+
+# Background processes of a script inherit an ignored SIGINT, and those of nohup an ignored SIGHUP.
+signal.signal({number}, signal.SIG_DFL)
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
