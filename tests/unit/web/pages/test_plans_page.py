@@ -3,6 +3,7 @@
 import html
 import re
 
+import pytest
 import pytest_asyncio
 
 from ratelimitd.testing import running_node
@@ -36,14 +37,18 @@ async def test_page_without_assignments_says_so_and_has_the_form(visitor):
     assert '<a href="/plans" aria-current="page">Plans</a>' in answer.text
 
 
-async def test_assigned_plan_is_in_force_and_listed_without_an_identifier_in_an_address(visitor):
+async def test_assigned_plan_is_in_force_and_listed(visitor):
     page = await assigned(visitor, expires="1h", note="trial")
-    assert not re.search(r'(href|action)="[^"]*alice', page.text)
     assert "The plan was assigned. It holds from now on." in text_of(page)
     assert "user alice pro 2023-11-15 01:00:00 UTC trial" in text_of(page)
     assert "1 identity is assigned to plans" in text_of(page)
     check = {**ALICE, "endpoint": "/orders", "cost": "1", "action": "check"}
     assert "Remaining 8 of 9" in text_of(await visitor.post("/try", check))
+
+
+async def test_no_address_contains_an_identifier(visitor):
+    page = await assigned(visitor)
+    assert not re.search(r'(href|action)="[^"]*alice', page.text)
 
 
 async def test_errors_are_shown_at_the_field_and_input_is_kept(visitor):
@@ -93,13 +98,14 @@ async def test_plan_is_unassigned_after_confirmation(visitor):
     assert "the identity is assigned to no plan" in text_of(answer)
 
 
-async def test_assignment_changed_meanwhile_is_not_removed(visitor):
+@pytest.mark.parametrize("etag", ["stale", ""])
+async def test_assignment_changed_meanwhile_is_not_removed(visitor, etag):
     await assigned(visitor)
-    for etag in ("stale", ""):
-        answer = await visitor.post("/plans/unassign", {**ALICE, "etag": etag, "step": "store"})
-        assert answer.status_code == 409
-        assert "This assignment was changed meanwhile" in text_of(answer)
-        assert "user alice pro" in text_of(answer)
+    stale = {**ALICE, "etag": etag, "step": "store"}
+    answer = await visitor.post("/plans/unassign", stale)
+    assert answer.status_code == 409
+    assert "This assignment was changed meanwhile" in text_of(answer)
+    assert "user alice pro" in text_of(answer)
 
 
 async def test_assignments_are_searched_by_type_prefix_and_plan(visitor):
@@ -121,7 +127,7 @@ async def test_assignments_are_searched_by_type_prefix_and_plan(visitor):
     assert "alice" not in text_of(answer)
 
 
-async def test_invalid_search_is_reported_at_the_field_rather_than_as_an_empty_list(visitor):
+async def test_invalid_search_is_reported_at_the_field(visitor):
     answer = await visitor.post("/plans", {"identifier_prefix": "al", "plan": "No Plan"})
     assert (answer.status_code, set(errors_in(answer.text))) == (
         422,
@@ -130,10 +136,6 @@ async def test_invalid_search_is_reported_at_the_field_rather_than_as_an_empty_l
     for field in ("search-type", "search-plan"):
         described = f'aria-invalid="true" aria-describedby="{field}-error"'
         assert re.search(rf'<(input|select) id="{field}"[^>]*{described}', answer.text)
-    answer = await visitor.post("/plans", {"page_token": "x"})
-    assert answer.status_code == 422
-    assert "page_token" in text_of(answer)
-    assert "No identity is assigned" not in text_of(answer)
 
 
 async def test_later_pages_are_forms(visitor, monkeypatch):
@@ -162,6 +164,13 @@ async def test_assigned_plans_that_no_rule_names_are_reported(visitor):
         page = await assigned(visitor, identifier=f"u{number}", plan=f"a{number}")
     assert "a0 (1 assigned), a1 (1 assigned)" in text_of(page)
     assert "a9 (1 assigned) and 1 more." in text_of(page)
+
+
+async def test_invalid_page_is_an_error_rather_than_an_empty_list(visitor):
+    answer = await visitor.post("/plans", {"page_token": "x"})
+    assert answer.status_code == 422
+    assert "page_token" in text_of(answer)
+    assert "No identity is assigned" not in text_of(answer)
 
 
 async def test_audit_page_lists_changes_of_assignments(visitor):
