@@ -4,7 +4,6 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import grpc
-import pytest
 
 from ratelimitd_client.async_hold import AsyncHold
 from ratelimitd_client.decision import Decision, Reason
@@ -32,7 +31,7 @@ class Loop:
         return self.now_s
 
     def call_later(self, delay_s, call, *arguments):
-        assert delay_s == pytest.approx(LEASE_S)
+        assert delay_s == LEASE_S
         self._timers.append((call, arguments))
 
     async def run_timers(self):

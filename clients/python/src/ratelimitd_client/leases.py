@@ -154,9 +154,9 @@ class Leases:
         last_s = self._now_s() + MAX_LEASE_MS / MS_PER_S
         hold = await self._acquire(bucket, size)
         now_s = self._now_s()
-        ends_s = min(now_s + self._lease_s, last_s)
+        left_s = min(self._lease_s, last_s - now_s)
         # A suspended process may find the answer before its deadline.
-        if self._is_closed or ends_s <= now_s:
+        if self._is_closed or left_s <= 0:
             await hold.settle(0)
             return
         if not hold.is_held:
@@ -164,9 +164,9 @@ class Leases:
             self._count()  # a renewal may be refused while no check is counted
             return
         former = self._leases.get(bucket)
-        lease = self._leases[bucket] = _Lease(hold, size, ends_s)
+        lease = self._leases[bucket] = _Lease(hold, size, now_s + left_s)
         self._asked.pop(bucket, None)
-        self._loop.call_later(ends_s - now_s, self._end, bucket, lease)
+        self._loop.call_later(left_s, self._end, bucket, lease)
         if former is not None:
             await former.hold.settle(former.size - former.left)
 
