@@ -34,7 +34,7 @@ from ratelimitd.errors import BreakerOpenError, RateLimitdError, StoreSlowError
 from ratelimitd.ledger import cold
 from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.protocol import ColdSpend
-from ratelimitd.ledger.shared_state import STORE_TIME, FirstResult, StoreCheck
+from ratelimitd.ledger.shared_state import STORE_TIME, FirstResult, StoreCheck, within
 from ratelimitd.model import CONCURRENCY, COST_EXCEEDS_LIMIT, Limit, Outcome
 
 if TYPE_CHECKING:
@@ -117,10 +117,12 @@ class SharedBuckets:
             self._note_rule(bucket, rule)
         if tag.server.is_open:
             if self._decides_alone:
-                return self._alone(bucket, now_us, cost)
+                return within(self._alone(bucket, now_us, cost), rule)
             raise tag.server.open_error()
         members = self._membership.count
         outcome = view.check(now_us, members, cost)
+        if view.rule is not rule and outcome is not None:
+            outcome = within(outcome, rule)
         if outcome is None or not outcome[0]:
             return self._not_allowed(bucket, outcome)
         if not bucket.is_dirty:

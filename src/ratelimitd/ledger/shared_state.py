@@ -94,6 +94,15 @@ FirstResult: TypeAlias = tuple[Outcome, SharedState]
 """The outcome of a first check, without a state, and the bucket in the store after it; a missing one is full."""
 
 
+def within(outcome: Outcome, limit: Limit) -> Outcome:
+    """Return an outcome with at most the capacity of ``limit`` remaining.
+
+    The store, or a view that has learned from it, may have decided by a newer limit than the answer names.
+    """
+    most = limit.capacity
+    return outcome if outcome[1] <= most else (outcome[0], most, *outcome[2:])
+
+
 def standing(shared: SharedState, rule: Limit) -> tuple[int, ...]:
     """Return the sort key of the states of one bucket: the higher one is the later one.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ratelimitd.ledger.shared_state import within
 from ratelimitd.limiter.scopes import Scope
 from ratelimitd.model import (
     ALLOWED,
@@ -20,12 +21,15 @@ from ratelimitd.model import (
 )
 
 
-def with_full_windows(outcomes: Sequence[Outcome], scopes: Sequence[Scope]) -> Sequence[Outcome]:
-    """Return outcomes with the lengths of calendar windows, which the shared state does not know."""
+def fitted(outcomes: Sequence[Outcome], scopes: Sequence[Scope]) -> Sequence[Outcome]:
+    """Return outcomes that fit the limits of ``scopes``, of which the shared state may have others.
+
+    It does not know the lengths of calendar windows, and may have learned of an edit before this node.
+    """
     return [
-        (*outcome[:3], scope.limit.full_after_s, *outcome[4:])
+        (*within(outcome, scope.limit)[:3], scope.limit.full_after_s, *outcome[4:])
         if outcome[4] is COST_EXCEEDS_LIMIT and scope.rule_limit.calendar is not None
-        else outcome
+        else within(outcome, scope.limit)
         for outcome, scope in zip(outcomes, scopes, strict=True)
     ]
 

@@ -12,9 +12,9 @@ from ratelimitd.errors import StoreUnavailableError
 from ratelimitd.limiter.answers import (
     decision_of,
     explained_by,
+    fitted,
     passed,
     statuses_of,
-    with_full_windows,
 )
 from ratelimitd.limiter.interfaces import RemoteBuckets
 from ratelimitd.limiter.limiter import Limiter, proceeding_later
@@ -95,7 +95,7 @@ class DryRun:
                 if isinstance(one, Exception):
                     raise one
                 outcomes.append(one)
-        outcomes = with_full_windows(outcomes, scopes)
+        outcomes = fitted(outcomes, scopes)
         first = deciding([one.limit for one in scopes], outcomes)
         judged, decides = outcomes[first], scopes[first]
         allowed = judged[0] or decides.would_deny is not None

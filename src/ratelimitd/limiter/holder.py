@@ -20,6 +20,7 @@ from ratelimitd.errors import (
     StoreUnavailableError,
 )
 from ratelimitd.ledger.holds import OF_ANOTHER_CHECK, Held, Hold, Holds, OpenHolds
+from ratelimitd.ledger.shared_state import within
 from ratelimitd.limiter.limiter import Limiter, PreparedCheck
 from ratelimitd.limiter.scopes import Scope, charges_of
 from ratelimitd.model import (
@@ -253,7 +254,7 @@ class Holder:
                 continue
             limit = next((one for one in rule.limits_of(held.plan) if one.name == held.name), None)
             if limit is not None:
-                statuses.append(LimitStatus(*outcome[:5], rule, limit, held.plan))
+                statuses.append(LimitStatus(*within(outcome, limit)[:5], rule, limit, held.plan))
         return statuses
 
 

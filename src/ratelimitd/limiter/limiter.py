@@ -27,7 +27,8 @@ from ratelimitd.errors import (
     StoreOverloadedError,
     StoreUnavailableError,
 )
-from ratelimitd.limiter.answers import decision_of, passed, with_full_windows
+from ratelimitd.ledger.shared_state import within
+from ratelimitd.limiter.answers import decision_of, fitted, passed
 from ratelimitd.limiter.interfaces import Buckets, Journal, Recorder, RemoteBuckets
 from ratelimitd.limiter.scopes import (
     Blocked,
@@ -376,7 +377,7 @@ class Limiter:
     ) -> tuple[int, Outcome, Sequence[Outcome]]:
         """Count a check by the outcomes of its limits; return as :meth:`judge`."""
         if self.shared is not None:
-            outcomes = with_full_windows(outcomes, scope.several)
+            outcomes = fitted(outcomes, scope.several)
         first = deciding(scope.limits, outcomes)
         outcome, decides = outcomes[first], scope.several[first]
         if scope.observes and (outcome[0] or decides.would_deny is not None):
@@ -480,6 +481,7 @@ class Limiter:
 
     def _counted(self, outcome: Outcome, identifier: bytes, scope: Scope) -> Decision:
         self._count(outcome, (identifier,), scope)
+        outcome = within(outcome, scope.limit)
         return Decision(*outcome[:5], scope.rule, scope.rule_limit, plan=scope.plan)
 
     def _count(self, outcome: Outcome, identifiers: Sequence[bytes], scope: Scope) -> None:

@@ -505,6 +505,20 @@ class TestRules:
         world.settle()
         assert world.at_once(rule=limited(500, revision=3), cost=10)[4] is COST_EXCEEDS_LIMIT
 
+    @pytest.mark.parametrize("is_open", [False, True])
+    async def test_no_more_is_left_than_the_limit_of_the_check_by_a_newer_one_of_the_store(
+        self, is_open
+    ):
+        world = World(TEN, decides_alone=True)
+        world.know()
+        world.store.spend(b"a", limited(1_000, revision=9), 1, world.clock.now_us())
+        world.at_once()
+        world.settle()
+        if is_open:
+            world.open_breaker()
+        assert world.view().peek(world.clock.now_us(), 1)[1] > TEN.limit
+        assert world.at_once()[:2] == (True, TEN.limit)
+
     async def test_a_waiting_peek_uses_its_own_rule(self, world):
         world.know()
         assert world.wait(rule=limited(5, revision=2), peek=True).result()[1] == 4

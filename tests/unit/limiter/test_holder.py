@@ -108,6 +108,14 @@ async def test_a_hold_is_answered_like_a_check_and_in_flight_until_it_is_settled
     assert scene.stats.hold_tokens == {"held": 4, "refunded": 3, "debt": 0}
 
 
+async def test_no_more_is_left_after_a_settle_than_the_edited_limit():
+    scene = Scene()
+    await scene.hold()
+    scene.limiter.replace_book(RuleBook.of([replace(RULE, limit=3)], 2))
+    [status] = (await scene.settle(1)).limits
+    assert (status.remaining, status.limit.limit) == (3, 3)
+
+
 async def test_repeated_calls_count_once():
     scene = Scene()
     for _ in range(3):

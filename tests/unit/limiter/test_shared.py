@@ -74,6 +74,14 @@ class TestSharedBuckets:
         assert node.stats.by_rule == {"orders": [1, 1]}
         assert [(name, scope.endpoint) for name, scope in node.denied] == [(b"ada", "/orders")]
 
+    async def test_no_more_is_left_than_the_limit_that_is_answered(self, node):
+        # The shared state has learned of a higher limit before the node.
+        by_a_newer_limit = (True, 989, *GRANTED[2:])
+        answer = await node.wait(by_a_newer_limit)
+        assert (answer.remaining, answer.limit.limit) == (10, 10)
+        node.shared.at_once = by_a_newer_limit
+        assert node.limiter.check(check_of(peek=True)).remaining == 10
+
     async def test_an_undecided_check_is_recorded_once_when_it_is_answered(self):
         recorded = []
 
@@ -262,6 +270,11 @@ class TestSeveralSharedLimits:
         ]  # fmt: skip
         assert [asked[-1] for asked in node.shared.asked] == [peek, peek]
         assert (node.stats.allowed_total, node.stats.blocked_total) == (0, 1)
+
+    async def test_no_more_is_left_of_each_limit_than_the_node_knows(self, node):
+        answer = await node.wait((True, 989, *GRANTED[2:]), (True, 979, *GRANTED[2:]))
+        left = {one.limit.name: one.remaining for one in answer.limits}
+        assert (answer.remaining, left) == (10, {"default": 10, "day": 12})
 
     async def test_a_bulk_check_that_the_node_cannot_decide_waits(self, node):
         scope = node.limiter.scopes.find("/orders", USER)
