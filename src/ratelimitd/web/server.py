@@ -21,7 +21,7 @@ from h11._receivebuffer import ReceiveBuffer, blank_line_regex
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER, FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
@@ -399,6 +399,8 @@ class BoundedProtocol(H11Protocol):
     flow: _BoundedFlow
     server_state: _ServerState
     _expiry: asyncio.TimerHandle | None = None
+    _is_over = False
+    """Its time is over: an answer that has not begun says that it is the last."""
     opened_s = 0.0
     leave: Callable[[BoundedProtocol], None] | None = None
     """Called when the connection is lost."""
@@ -429,6 +431,8 @@ class BoundedProtocol(H11Protocol):
         """Handle received events, at most :data:`EVENTS_PER_STEP`; the rest have to wait."""
         self.conn.events_left = EVENTS_PER_STEP
         super().handle_events()
+        if self._is_over:
+            self._announce_end()
         if self.transport.is_closing():
             return
         if not self.conn.events_left:
@@ -489,8 +493,21 @@ class BoundedProtocol(H11Protocol):
         if self._streams() and self.loop.time() - self.opened_s < STREAM_LIFE_S:
             self._expiry = self.loop.call_later(CONNECTION_LIFE_S, self._expire)
             return
-        self.shutdown()  # at once, or after the answer that is being read
         self._expiry = self.loop.call_later(CLOSING_GRACE_S, self.transport.abort)
+        if cast("Scope | None", self.scope) is None:  # no request has come
+            self.shutdown()
+            return
+        # To close between two requests would lose one that is on its way. An idle connection ends after KEEP_ALIVE_S.
+        self._is_over = True
+        self._announce_end()
+
+    def _announce_end(self) -> None:
+        """Close after the answer in progress, if there is one, and say so in its head."""
+        if self.cycle.response_complete:
+            return
+        self.cycle.keep_alive = False
+        if not self.cycle.response_started and CLOSE_HEADER not in self.cycle.default_headers:
+            self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
 
     def _streams(self) -> bool:
         """Return whether it is reading a stream of events."""

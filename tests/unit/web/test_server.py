@@ -527,6 +527,18 @@ async def test_answer_being_read_may_finish_after_the_deadline(listening, connec
     assert b"hello" in answer
 
 
+async def test_request_at_the_deadline_is_answered_and_told_that_it_is_the_last(
+    listening, connections
+):
+    reader, writer = await talk(await listening())
+    assert b"connection: close" not in await reader.readuntil(b"hello")
+    connections[0]._expire()
+    writer.write(REQUEST)
+    answer = await reader.read()
+    assert b" 200 " in answer
+    assert answer.lower().count(b"connection: close") == 1
+
+
 async def test_answer_that_is_never_read_is_cut_off(listening, monkeypatch):
     cancelled = asyncio.Event()
 
