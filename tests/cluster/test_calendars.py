@@ -13,7 +13,7 @@ from ratelimitd.model import Algorithm, Calendar, IdentifierType, Period, Rule
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.cluster.shared import KEY_SECRET, Shared
 from tests.servers import until
-from tests.system.process import START_S
+from tests.system.process import PATIENT, START_S
 
 LIMIT = 30
 FIRST_DAY = 1 if 5 < dt.datetime.now(dt.UTC).day < 25 else 15
@@ -23,7 +23,8 @@ MONTH = Calendar(Period.MONTH, "Europe/Berlin", FIRST_DAY)
 
 @pytest.fixture(scope="module", params=["eventual", "strict"])
 def cluster(tmp_path_factory, request):
-    with Shared(tmp_path_factory.mktemp("shared"), "--consistency", request.param) as shared:
+    arguments = ("--consistency", request.param, *PATIENT)
+    with Shared(tmp_path_factory.mktemp("shared"), *arguments) as shared:
         shared.is_strict = request.param == "strict"
         yield shared
 

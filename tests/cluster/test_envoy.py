@@ -8,7 +8,7 @@ from tests.cluster.nodes import Nodes
 from tests.cluster.shared import TIMEOUT_MS
 from tests.envoy_messages import Request, Response, request_of
 from tests.servers import Valkey, until
-from tests.system.process import NEVER_ENDING_S, START_S
+from tests.system.process import NEVER_ENDING_S, PATIENT, START_S
 
 ADA, LOGIN = [("user_id", "ada")], [("user_id", "ada"), ("path", "/login")]
 OPTIONS = ("--redis-timeout-ms", str(TIMEOUT_MS))
@@ -38,7 +38,7 @@ def valkey(tmp_path):
 
 
 def test_strict_nodes_charge_nothing_unless_all_pass(tmp_path, valkey):
-    options = (*OPTIONS, "--consistency", "strict")
+    options = (*PATIENT, "--consistency", "strict")
     with Nodes(tmp_path / "nodes", valkey.url, *options, count=2) as nodes:
         limits(nodes)
         both = [passes(nodes[number % 2], ADA, LOGIN) for number in range(9)]
