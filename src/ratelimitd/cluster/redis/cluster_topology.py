@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from binascii import crc_hqx
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -80,16 +80,13 @@ CLUSTER_SLOTS: Final = (b"CLUSTER", b"SLOTS")
 
 
 class ClusterTopology:
-    """The links to the primaries. ``on_change`` is called when tags have moved from one link to another."""
+    """The links to the primaries."""
 
     is_cluster = True
 
-    def __init__(
-        self, url: RedisUrl, options: LinkOptions, on_change: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, url: RedisUrl, options: LinkOptions) -> None:
         self.options = options
         self._seeds = url.servers
-        self._on_change = on_change
         self._links: dict[Server, Link] = {}
         self._map: Map = (None,) * TAGS
         # A link that never connects: requests for tags without a server fail there.
@@ -204,7 +201,7 @@ class ClusterTopology:
         return read
 
     def _take(self, read: Map) -> None:
-        moved, self._map = read != self._map, read
+        self._map = read
         for server in set(read):
             if server is not None:
                 self._link_to(server)
@@ -216,8 +213,6 @@ class ClusterTopology:
         if self._reported is not None:
             self._reported = None
             self.options.report("the map of the Cluster can be read again")
-        if moved:
-            self._on_change()
 
     def _fail(self, error: RateLimitdError) -> None:
         if type(error) is not self._reported:
