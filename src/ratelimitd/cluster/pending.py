@@ -84,10 +84,7 @@ class PendingCheck:
 
 def decided(check: PendingCheck, server: StoreServer, outcome: Outcome | RateLimitdError) -> None:
     """Resolve a check that only the store could decide."""
-    if isinstance(outcome, RateLimitdError):
-        server.failed(outcome)
-    else:
-        server.answered()
+    server.report(outcome)
     check.resolve(outcome)
 
 
