@@ -10,9 +10,10 @@ import asyncio
 from binascii import crc_hqx
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
-from ratelimitd.cluster.redis.connection import Request, server_named
+from ratelimitd.cluster.redis.connection import Request, answer_of, server_named
 from ratelimitd.cluster.redis.link import Link, LinkOptions, ask_once, repeat_step
 from ratelimitd.cluster.redis.topology import START_S, TAGS, settled
 from ratelimitd.errors import RateLimitdError, StoreCorruptError, StoreUnavailableError
@@ -191,7 +192,9 @@ class ClusterTopology:
     async def _read_from(self, server: Server) -> Map:
         link = self._links.get(server)
         if link is not None and link.connected:
-            reply = await _reply(link)
+            # Patient: if all servers are slower than the timeout, their maps would never be read otherwise, and no
+            # failover followed.
+            reply = await answer_of(partial(link.send, CLUSTER_SLOTS, is_patient=True))
         else:
             reply = await ask_once(server, self.options.handshake, self.options.tls, *CLUSTER_SLOTS)
         read = map_of(reply, server)
@@ -249,19 +252,3 @@ class ClusterTopology:
         task = asyncio.create_task(close_later())
         self._retiring[task] = link
         task.add_done_callback(self._retiring.pop)
-
-
-async def _reply(link: Link) -> Any:
-    """Return the reply of a connected link, also a late one; raise its error."""
-    reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-    def done(value: Any) -> None:
-        if not reply.done():
-            reply.set_result(value)
-
-    # If all servers are slower than the timeout, their maps would never be read, and no failover followed.
-    link.send(CLUSTER_SLOTS, done, is_patient=True)
-    value = await reply
-    if isinstance(value, RateLimitdError):
-        raise value
-    return value

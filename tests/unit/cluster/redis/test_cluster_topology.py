@@ -3,9 +3,14 @@ from functools import partial
 
 import pytest
 
-from ratelimitd.cluster.redis.cluster_topology import SLOT_OF_TAG, SLOTS, ClusterTopology, _reply
+from ratelimitd.cluster.redis.cluster_topology import (
+    CLUSTER_SLOTS,
+    SLOT_OF_TAG,
+    SLOTS,
+    ClusterTopology,
+)
 from ratelimitd.cluster.redis.codec import Script
-from ratelimitd.cluster.redis.connection import Handshake
+from ratelimitd.cluster.redis.connection import Handshake, answer_of
 from ratelimitd.cluster.redis.link import LinkOptions
 from ratelimitd.cluster.redis.opening import open_topology
 from ratelimitd.cluster.redis.topology import TAGS
@@ -357,4 +362,4 @@ async def test_shards_that_were_never_started_can_be_closed(cluster):
 async def test_an_error_instead_of_the_map_is_raised():
     async with peer(b"-LOADING wait\r\n") as port, linked(at(port)) as link:
         with pytest.raises(StoreUnavailableError, match="LOADING"):
-            await _reply(link)
+            await answer_of(partial(link.send, CLUSTER_SLOTS))
