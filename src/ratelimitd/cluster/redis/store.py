@@ -20,12 +20,12 @@ from ratelimitd.cluster.redis.codec import (
     SETTLE,
     Script,
     bucket_key,
+    bucket_of,
     checks_request,
     decided,
     first_checked,
     load,
     replaced,
-    reset_reply,
     reset_request,
     settle_reply,
     settle_request,
@@ -394,8 +394,8 @@ class RedisStore:
         done: Callable[[SharedState | RateLimitdError], None],
     ) -> None:
         """Reset a bucket to full, in a new generation of at least ``least``. A late answer is taken, too."""
-        keys, arguments = reset_request([name], [rule], least)
-        answer = partial(_answer, done, lambda reply: reset_reply([rule], reply)[0])
+        keys, arguments = reset_request(name, rule, least)
+        answer = partial(_answer, done, lambda reply: bucket_of(reply, rule))
         self._topology.of_tag(name[0]).run(RESET, keys, arguments, answer, is_patient=True)
 
     def probe(self, tag: int, done: Callable[[RateLimitdError | None], None]) -> None:
