@@ -371,15 +371,10 @@ class RedisStore:
         answer = partial(_answer, done, lambda reply: bucket_of(reply, rule))
         self._topology.of_tag(name[0]).run(RESET, keys, arguments, answer, is_patient=True)
 
-    def probe(self, tag: int, done: OnAnswer[None]) -> None:
+    def probe(self, tag: int, done: OnAnswer[Reply | None]) -> None:
         """Test whether the server of a hash tag settles, late or not, by an empty batch, which writes."""
         self._probes += 1
-        batch = Batch(self._prober, self._probes, 0, {})
-
-        def was_settled(reply: Reply | RateLimitdError | None) -> None:
-            done(reply if isinstance(reply, RateLimitdError) else None)
-
-        self.settle(tag, batch, was_settled)
+        self.settle(tag, Batch(self._prober, self._probes, 0, {}), done)
 
     def beat(
         self, incarnation: str, ttl_us: int, fingerprint: str, done: OnAnswer[Heartbeat]
