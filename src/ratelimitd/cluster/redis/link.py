@@ -397,9 +397,8 @@ class Link:
         self._settled.set()
 
     def _on_lost(self, error: RateLimitdError) -> None:
-        if (
-            self._connection is not None
-        ):  # else it was not in service, and its handshake reports the error
+        # Else it was not in service, and its handshake reports the error.
+        if self._connection is not None:
             self._connection = None
             self._down = error
             if self._keeping is not None and not self._keeping.done():

@@ -176,9 +176,8 @@ class Subscription:
         while not self._lost.is_set():
             left_s = None if silence_s is None else self._left_s(silence_s)
             if left_s is not None and left_s <= 0:
-                await asyncio.sleep(
-                    READ_PAUSE_S
-                )  # if this process was delayed, messages wait in the socket
+                # If this process was delayed, messages wait in the socket.
+                await asyncio.sleep(READ_PAUSE_S)
                 if silence_s is not None and self._left_s(silence_s) <= 0:
                     listener.drop(StoreUnavailableError("silent"))
                 continue
