@@ -17,6 +17,7 @@ from ratelimitd.cluster.redis.connection import Request, answer_of, server_named
 from ratelimitd.cluster.redis.link import Link, LinkOptions, ask_once, repeat_step
 from ratelimitd.cluster.redis.topology import START_S, TAGS, settled
 from ratelimitd.errors import RateLimitdError, StoreCorruptError, StoreUnavailableError
+from ratelimitd.retry import cancel_all
 from ratelimitd.settings.urls import RedisUrl, Server
 
 SLOTS: Final = 16_384
@@ -110,10 +111,7 @@ class ClusterTopology:
     async def close(self) -> None:
         """Close all connections."""
         retiring = dict(self._retiring)
-        tasks = [*retiring, *([self._following] if self._following else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*retiring, self._following)
         for link in (*retiring.values(), *self._links.values()):
             await link.close()
 

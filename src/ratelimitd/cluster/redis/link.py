@@ -45,7 +45,7 @@ from ratelimitd.errors import (
     StoreMisconfiguredError,
     StoreUnavailableError,
 )
-from ratelimitd.retry import Backoff
+from ratelimitd.retry import Backoff, cancel_all
 from ratelimitd.settings.urls import Server
 
 CONNECT_S: Final = 1.0
@@ -323,9 +323,7 @@ class Link:
 
     async def close(self) -> None:
         """Close; requests in flight and later ones get an error."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
+        await cancel_all(self._keeping)
         self._down = StoreUnavailableError("the connection to the shared state is closed")
         if self._connection is not None:
             self._connection.drop(self._down)

@@ -41,6 +41,7 @@ from ratelimitd.cluster.redis.link import (
 )
 from ratelimitd.cluster.redis.topology import TAGS, Topology
 from ratelimitd.errors import RateLimitdError, StoreMisconfiguredError, StoreUnavailableError
+from ratelimitd.retry import cancel_all
 
 
 class Channel(NamedTuple):
@@ -114,9 +115,7 @@ class Subscription:
 
     async def close(self) -> None:
         """Disconnect."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
+        await cancel_all(self._keeping)
 
     async def _keep(self) -> None:
         """Listen once, and return when it is time to connect again."""
@@ -329,9 +328,7 @@ class Bus:
 
     async def close(self) -> None:
         """Stop listening."""
-        if self._beating is not None:
-            self._beating.cancel()
-            await asyncio.gather(self._beating, return_exceptions=True)
+        await cancel_all(self._beating)
         await asyncio.gather(*(subscription.close() for subscription in self._subscriptions))
 
     def publish(self, tag: int, payload: bytes) -> None:
