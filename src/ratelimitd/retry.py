@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random as random_source
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Final
+from typing import Any, Final
 
 
 class Backoff:
@@ -51,6 +51,14 @@ Job = Callable[[], Awaitable[None]]
 Sleep = Callable[[float], Awaitable[None]]
 
 
+async def cancel_all(*tasks: asyncio.Future[Any] | None) -> None:
+    """Cancel tasks, and wait until they have ended; drops their results and errors, and skips ``None``."""
+    begun = [task for task in tasks if task is not None]
+    for task in begun:
+        task.cancel()
+    await asyncio.gather(*begun, return_exceptions=True)
+
+
 class Background:
     """The background jobs of a node.
 
@@ -93,10 +101,7 @@ class Background:
 
     async def stop(self) -> None:
         """Cancel every job and wait until they have ended."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*self._tasks)
 
     async def _supervise(self, name: str, job: Job) -> None:
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, self._random_share)

@@ -16,8 +16,8 @@ from ratelimitd.cluster.redis.codec import (
     RESET,
     SETTLE,
     bucket_key,
+    bucket_of,
     replaced,
-    reset_reply,
     reset_request,
     settle_reply,
     settle_request,
@@ -96,7 +96,7 @@ def test_a_bucket_is_kept_until_it_has_long_been_full_again(store, rule, ttl_s):
     decide(store, rule)
     assert ttl_s - 5 < store.ttl(STORED_KEY) <= ttl_s
     store.persist(STORED_KEY)
-    run(store, RESET, reset_request([KEY], [rule]))
+    run(store, RESET, reset_request(KEY, rule, 0))
     assert ttl_s - 5 < store.ttl(STORED_KEY) <= ttl_s
 
 
@@ -118,7 +118,7 @@ def test_only_a_burst_adds_to_the_octets_of_a_bucket(store):
         store.flushall()
         settle(store, batch_of(spend(rule)))
         assert store.strlen(STORED_KEY) == size
-        run(store, RESET, reset_request([KEY], [rule]))
+        run(store, RESET, reset_request(KEY, rule, 0))
         assert store.strlen(STORED_KEY) == size - 24
 
 
@@ -144,7 +144,7 @@ def test_a_calendar_window_is_kept_until_its_end(store):
 
 def test_a_calendar_window_that_was_reset_is_kept_for_its_longest_length(store):
     rule = rule_of(Algorithm.FIXED_WINDOW, 10, 1_800_000_000)
-    run(store, RESET, reset_request([KEY], [rule]))
+    run(store, RESET, reset_request(KEY, rule, 0))
     assert store.ttl(STORED_KEY) > 31 * 86_400
 
 
@@ -263,7 +263,7 @@ def test_a_repeated_batch_is_answered_with_its_grants_and_the_states_of_now(stor
     rule = rule_of(Algorithm.TOKEN_BUCKET, 1)
     batch = batch_of(Update(rule, None, (), (Ask(T, 1), Ask(T, 1))))
     assert settle(store, batch).settled[KEY].grants == (True, False)
-    run(store, RESET, reset_request([KEY], [rule]))
+    run(store, RESET, reset_request(KEY, rule, 0))
     settled = settle(store, batch).settled[KEY]
     assert settled == (SharedState(1, 1, 1), (True, False))
 
@@ -368,8 +368,8 @@ def test_a_check_meets_what_is_no_bucket_once(store, algorithm, value):
 def test_a_reset_replaces_what_is_no_bucket(store, algorithm, value):
     put(store, value)
     rule = rule_of(algorithm)
-    reply = run(store, RESET, reset_request([KEY], [rule]))
-    assert reset_reply([rule], reply) == [SharedState(1, 1, 10, None)]
+    reply = run(store, RESET, reset_request(KEY, rule, 0))
+    assert bucket_of(reply, rule) == SharedState(1, 1, 10, None)
     assert decide(store, rule)[0] is True
 
 

@@ -133,7 +133,7 @@ class Trace:
 
     def reset(self):
         place = self.chance.randrange(len(NAMES))
-        request = codec.reset_request([NAMES[place]], [self.rules[place]], 7)
+        request = codec.reset_request(NAMES[place], self.rules[place], 7)
         run(self.client, codec.RESET, request)
         self.model.reset(NAMES[place], self.rules[place], 7)
 

@@ -46,7 +46,7 @@ from ratelimiter.v1 import ratelimiter_pb2_grpc as pb_grpc
 from tests.access import access_of
 from tests.rule_stores import sqlite_store
 
-ENVOY_IDENTIFIERS = ("remote_address=ip", "user_id=user", "api_key=api_key")
+ENVOY_IDENTIFIERS = {"remote_address": "ip", "user_id": "user", "api_key": "api_key"}
 
 
 def check(**fields):

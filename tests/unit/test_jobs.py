@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from ratelimitd.retry import FIRST_PAUSE_S, LONG_RUN_S, LONGEST_PAUSE_S, Background
+from ratelimitd.retry import FIRST_PAUSE_S, LONG_RUN_S, LONGEST_PAUSE_S, Background, cancel_all
 
 
 class Time:
@@ -128,3 +128,21 @@ async def test_stopping_cancels_every_job_and_waits_for_it():
     await jobs.stop()
     assert ended == [1, 1]
     await jobs.stop()
+
+
+async def test_cancelled_tasks_have_ended_whatever_their_end_was():
+    ended = []
+
+    async def wait(what):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(what)
+            if what == "error":
+                raise ValueError(what)
+
+    tasks = [asyncio.create_task(wait(what)) for what in ("cancelled", "error")]
+    await asyncio.sleep(0)
+    await cancel_all(*tasks, None)
+    assert ended == ["cancelled", "error"]
+    assert [task.done() for task in tasks] == [True, True]

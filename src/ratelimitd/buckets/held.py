@@ -143,9 +143,8 @@ class LevelBucket(HeldBucket):
         charged_us = max(self._latest_us, now_us)
         self.key, self.limit, _ = charge
         self._level, self._latest_us = state[:2]
-        if (
-            self._replay is not None and self._latest_us > charged_us
-        ):  # of a check that proceeds later
+        if self._replay is not None and self._latest_us > charged_us:
+            # Of a check that proceeds later.
             self._replay.then((-_refilled(limit, charged_us, self._latest_us), 0, NEVER))
 
     def settle(self, number: bytes, more: int) -> None:

@@ -423,11 +423,9 @@ def import_envoy(
       ratelimitd rules apply -f rules.yaml --dry-run
     """
     with naming("--identifiers "):
-        pairs = [pair.rpartition("=") for pair in identifier_keys(identifiers)]
+        keys = identifier_keys(identifiers)
     try:
-        imported = import_config(
-            read_file(file, MAX_ENVOY_BYTES), {key: kind for key, _, kind in pairs}
-        )
+        imported = import_config(read_file(file, MAX_ENVOY_BYTES), keys)
     except RuleInvalidError as error:
         message = f"{file}: {printable(error.violations[0].description)}"
         raise CliError(message) from None

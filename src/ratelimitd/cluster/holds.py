@@ -240,11 +240,7 @@ class SharedHolds:
         self, server: StoreServer, ask: Callable[[_Done], None], done: _Done, retries: int
     ) -> None:
         def answered(reply: Any) -> None:
-            if not isinstance(reply, RateLimitdError):
-                server.answered()
-                done(reply)
-                return
-            server.failed(reply)
+            server.report(reply)
             if retries and _may_be_repeated(reply) and not server.is_open:
                 self._ask(server, ask, done, retries - 1)
             else:
@@ -279,7 +275,7 @@ class SharedHolds:
         self._store.step_hold(tag, call, answered)
 
 
-def _may_be_repeated(error: RateLimitdError) -> bool:
-    return isinstance(error, StoreUnavailableError) and not isinstance(
-        error, StoreMisconfiguredError
+def _may_be_repeated(reply: object) -> bool:
+    return isinstance(reply, StoreUnavailableError) and not isinstance(
+        reply, StoreMisconfiguredError
     )

@@ -84,10 +84,7 @@ class PendingCheck:
 
 def decided(check: PendingCheck, server: StoreServer, outcome: Outcome | RateLimitdError) -> None:
     """Resolve a check that only the store could decide."""
-    if isinstance(outcome, RateLimitdError):
-        server.failed(outcome)
-    else:
-        server.answered()
+    server.report(outcome)
     check.resolve(outcome)
 
 
@@ -98,7 +95,7 @@ def resolve_first(check: PendingCheck, outcome: Outcome, shared: SharedState) ->
     check.resolve(outcome)
 
 
-def granted(view: LocalView, now_us: int, later: int = 0) -> Outcome:
+def granted(view: LocalView, now_us: int, later: int) -> Outcome:
     """Return the outcome of a check that the store allowed; ``view`` already includes the charge.
 
     ``later`` tokens were granted after it in the same batch; they count as remaining.

@@ -58,11 +58,11 @@ class RefreshQueue:
             if self._count >= MAX_BUCKETS:
                 return  # its next denial tries again
             bucket.is_queued = True
-            self._later(bucket, 0, now_us)
+            self.schedule(bucket, 0, now_us)
         bucket.is_denied = True
 
     def due(self, now_us: int, most: int) -> list[tuple[Bucket, int]]:
-        """Return the next buckets to read, with their number of earlier reads; report each by :meth:`reschedule`.
+        """Return the next buckets to read, with their reads without a change so far; pass each to :meth:`schedule`.
 
         A bucket without a denial since its last read is dropped.
         """
@@ -80,11 +80,8 @@ class RefreshQueue:
                     bucket.is_queued = False
         return reads
 
-    def reschedule(self, bucket: Bucket, times: int, now_us: int, *, has_changed: bool) -> None:
-        """Schedule the next read: later each time, soon if the state had changed."""
-        self._later(bucket, 0 if has_changed else times + 1, now_us)
-
-    def _later(self, bucket: Bucket, times: int, now_us: int) -> None:
+    def schedule(self, bucket: Bucket, times: int, now_us: int) -> None:
+        """Schedule the next read, later the more reads have shown no change."""
         step = min(times, len(PAUSES_US) - 1)
         self._queues[step].append(_Read(now_us + PAUSES_US[step], times, bucket))
         self._count += 1
@@ -199,7 +196,7 @@ class Refresh:
         self._cache.step(now_us)
         for bucket, times in self.queue.due(now_us, REREADS_PER_STEP):
             if bucket.tag.server.is_open:
-                self.queue.reschedule(bucket, times, now_us, has_changed=False)
+                self.queue.schedule(bucket, times + 1, now_us)
             else:
                 done = partial(self._read_done, bucket, times)
                 self._store.read(bucket.name, bucket.view.rule, done)
@@ -228,4 +225,4 @@ class Refresh:
         has_changed = bucket.view.base is not before
         if has_changed and not bucket.is_cached:  # it was packed before the answer came
             self._reread_done(bucket.name, shared)
-        self.queue.reschedule(bucket, times, self._clock.monotonic_us(), has_changed=has_changed)
+        self.queue.schedule(bucket, 0 if has_changed else times + 1, self._clock.monotonic_us())

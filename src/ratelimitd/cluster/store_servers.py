@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ratelimitd.clock import Clock
@@ -105,6 +104,13 @@ class StoreServer:
         if isinstance(error, StoreUnavailableError) and not isinstance(error, _NO_FAULT):
             self._refuses_batches = True
         self.failed(error)
+
+    def report(self, result: object) -> None:
+        """Report the result of a round trip of checks, or of the probe: an error, or anything else for a success."""
+        if isinstance(result, RateLimitdError):
+            self.failed(result)
+        else:
+            self.answered()
 
     def answered(self) -> None:
         """Report that a round trip of checks, or the probe, succeeded."""
@@ -222,7 +228,7 @@ class Breakers:
             # Without a connection the probe would fail and delay the next one by the whole recovery time. Reconnecting,
             # at least once a second, detects a recovered server sooner.
             if self._store.is_connected(server.tag) and server.begins_probe():
-                self._store.probe(server.tag, partial(_probed, server))
+                self._store.probe(server.tag, server.report)
 
     @property
     def state(self) -> State:
@@ -238,10 +244,3 @@ class Breakers:
         """Time until the last open breaker is probed; 0 while none is open."""
         open_ones = [server for server in self._servers.values() if server.is_open]
         return max((server.open_error().retry_after_us for server in open_ones), default=0)
-
-
-def _probed(server: StoreServer, error: RateLimitdError | None) -> None:
-    if error is None:
-        server.answered()
-    else:
-        server.failed(error)

@@ -189,10 +189,7 @@ class _Together:
 
     def answered(self, place: int, server: StoreServer, outcome: Outcome | RateLimitdError) -> None:
         """Handle the server's answer for one bucket."""
-        if isinstance(outcome, RateLimitdError):
-            server.failed(outcome)
-        else:
-            server.answered()
+        server.report(outcome)
         self.decided(place, outcome)
 
     def decided(self, place: int, outcome: Outcome | Exception) -> None:
@@ -206,12 +203,11 @@ class _Together:
 def _part_decided(
     check: PartCheck, server: StoreServer, result: FirstResult | RateLimitdError
 ) -> None:
+    server.report(result)
     if isinstance(result, RateLimitdError):
-        server.failed(result)
         check.resolve(result)
-        return
-    server.answered()
-    resolve_first(check, *result)
+    else:
+        resolve_first(check, *result)
 
 
 def _decided(
@@ -219,9 +215,6 @@ def _decided(
     server: StoreServer,
     outcome: Outcome | RateLimitdError,
 ) -> None:
-    if isinstance(outcome, RateLimitdError):
-        server.failed(outcome)
-    else:
-        server.answered()
+    server.report(outcome)
     if not answer.done():
         answer.set_result(outcome)

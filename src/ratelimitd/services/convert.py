@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple, Self, TypeVar
+from typing import Final, NamedTuple, Self
 
 from ratelimitd.buckets.keys import joined
 from ratelimitd.errors import CheckInvalidError, FieldViolation
@@ -46,8 +46,6 @@ all."""
 
 REMEMBERED_ADDRESSES: Final = 16_384
 """Cached addresses: ``ipaddress`` takes 1 to 5 µs, the cache 0.1 µs. About 4 MB in all."""
-
-T = TypeVar("T")
 
 
 class Identities(NamedTuple):
@@ -98,14 +96,10 @@ def check_of(message: WireCheck, identities: Identities = CONTRACT_IDENTITIES) -
     except (ValueError, CheckInvalidError):
         raise CheckInvalidError(
             *_identity_violations(message, identities),
-            *_violations("endpoint", endpoint_of, message.endpoint),
-            *_violations("tokens_requested", _cost, message.tokens_requested),
+            *_violations("endpoint", lambda: endpoint_of(message.endpoint)),
+            *_violations("tokens_requested", lambda: _cost(message.tokens_requested)),
             *_further_violations(message, identities),
-            *_violations(
-                "max_wait_ms",
-                lambda wait_ms: _max_wait_ms(wait_ms, identities),
-                message.max_wait_ms,
-            ),
+            *_violations("max_wait_ms", lambda: _max_wait_ms(message.max_wait_ms, identities)),
         ) from None
 
 
@@ -122,7 +116,7 @@ def target_of(message: WireReset, identities: Identities = CONTRACT_IDENTITIES) 
         violations = [FieldViolation(name, text) for name in given if given[name]]
     else:
         violations = [*_identity_violations(message, identities)]
-    violations += _violations("endpoint", _bucket_endpoint, message.endpoint)
+    violations += _violations("endpoint", lambda: _bucket_endpoint(message.endpoint))
     if not is_everybody:
         violations += _further_violations(message, identities)
     if violations:
@@ -130,24 +124,22 @@ def target_of(message: WireReset, identities: Identities = CONTRACT_IDENTITIES) 
     endpoint = _bucket_endpoint(message.endpoint)
     if is_everybody:
         return Target(b"", EVERYBODY, endpoint)
-    kind = identities.types[message.identifier_type]
-    first = kind, _identifier(message.identifier, kind)
-    named = dict([first, *_further(message, identities)])
+    named = dict([identity_of(message, identities), *_further(message, identities)])
     types = sorted(named)
     return Target(joined([named[one] for one in types]), "+".join(types), endpoint)
 
 
-def identity_of(message: WireIdentity, identities: Identities, path: str) -> Identity:
+def identity_of(message: WireIdentity, identities: Identities, path: str = "") -> Identity:
     """Return an identity, validated as in a check; ``path`` is the prefix of its fields, such as ``identity.``.
 
     Raises:
         CheckInvalidError: names every violated field.
     """
-    wrong = [*_identity_violations(message, identities, path)]
-    if wrong:
-        raise CheckInvalidError(*wrong)
-    kind = identities.types[message.identifier_type]
-    return kind, _identifier(message.identifier, kind)
+    try:
+        kind = _identifier_type(message.identifier_type, identities)
+        return kind, _identifier(message.identifier, kind)
+    except ValueError:
+        raise CheckInvalidError(*_identity_violations(message, identities, path)) from None
 
 
 def answer_of(decision: Decision) -> ratelimiter_pb2.RateLimitResponse:
@@ -412,13 +404,9 @@ def _identity_violations(
 ) -> Iterator[FieldViolation]:
     # Without a valid type the identifier is validated as opaque bytes: the other rules hold for every type.
     known_type = identities.types.get(message.identifier_type)
+    yield from _violations(f"{path}identifier", lambda: _identifier(message.identifier, known_type))
     yield from _violations(
-        f"{path}identifier", lambda raw: _identifier(raw, known_type), message.identifier
-    )
-    yield from _violations(
-        f"{path}identifier_type",
-        lambda raw: _identifier_type(raw, identities),
-        message.identifier_type,
+        f"{path}identifier_type", lambda: _identifier_type(message.identifier_type, identities)
     )
 
 
@@ -432,8 +420,8 @@ def _further_violations(
     return ()
 
 
-def _violations(field: str, read: Callable[[T], object], value: T) -> Iterator[FieldViolation]:
+def _violations(field: str, read: Callable[[], object]) -> Iterator[FieldViolation]:
     try:
-        read(value)
+        read()
     except ValueError as error:
         yield FieldViolation(field, str(error))

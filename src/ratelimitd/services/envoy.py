@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
 from ratelimitd.counters import CheckStats
@@ -38,8 +38,8 @@ _Refunds = Sequence[tuple[str, Ticket, int]]
 class EnvoyService:
     """The handler. ``perf_counter_s`` is in seconds and measures the latency of checks.
 
-    ``identifiers`` are the entries that identify callers, ``KEY=TYPE``. ``fields`` selects the header fields that Envoy
-    adds, ``ratelimit_headers`` is the revision of the ``RateLimit`` fields.
+    ``identifiers`` are the types of the entries that identify callers, by key. ``fields`` selects the header fields
+    that Envoy adds, ``ratelimit_headers`` is the revision of the ``RateLimit`` fields.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class EnvoyService:
         stats: CheckStats,
         perf_counter_s: Callable[[], float],
         *,
-        identifiers: Iterable[str],
+        identifiers: Mapping[str, str],
         fields: str,
         ratelimit_headers: str = NEWEST_REVISION,
         identities: Identities = CONTRACT_IDENTITIES,
@@ -58,8 +58,7 @@ class EnvoyService:
         self._holds = holds
         self._stats = stats
         self._perf_counter_s = perf_counter_s
-        pairs = (pair.rpartition("=") for pair in identifiers)
-        self._identifiers = {key.encode(): kind for key, _, kind in pairs}
+        self._identifiers = {key.encode(): kind for key, kind in identifiers.items()}
         self._identities = identities
         self._fields = fields
         self._ratelimit_headers = ratelimit_headers

@@ -120,10 +120,8 @@ class TokenGuesses:
 
     def _address(self, call: Call) -> str:
         scheme, _, host = call.peer.partition(":")
-        if (
-            scheme == "unknown"
-        ):  # a peer that has left: it must not pass for a proxy on a Unix socket
-            return scheme
+        if scheme == "unknown":
+            return scheme  # a peer that has left: it must not pass for a proxy on a Unix socket
         peer = host if scheme.startswith("ip") else ""
         forwarded_for = call.values("x-forwarded-for") if self._has_proxies else ()
         return self._addresses.of(peer, forwarded_for) or scheme

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 from urllib.parse import unquote
@@ -189,31 +189,28 @@ _OTHER_HEADERS: Final = frozenset(
 """Headers with another meaning, which callers send themselves."""
 
 
-def identifier_keys(text: str) -> tuple[str, ...]:
-    """Parse ``KEY=TYPE`` separated by commas, TYPE an identifier type; empty = none."""
-    found = names(text)
-    pairs = [pair.rpartition("=") for pair in found]
-    keys = [key for key, _, _ in pairs]
+def identifier_keys(text: str) -> Mapping[str, str]:
+    """Parse ``KEY=TYPE`` separated by commas, TYPE an identifier type, to types by key; empty = none."""
+    pairs = [pair.rpartition("=") for pair in names(text)]
+    found = {key: kind for key, _, kind in pairs}
     require(
-        all(keys) and len(set(keys)) == len(keys) and all(_is_type(kind) for *_, kind in pairs),
+        all(found) and len(found) == len(pairs) and all(map(_is_type, found.values())),
         "must be KEY=TYPE separated by commas, each KEY once, TYPE an identifier type",
     )
     return found
 
 
-def identifier_headers(text: str) -> tuple[str, ...]:
-    """Parse ``HEADER=TYPE`` separated by commas; X-Forwarded-For is an address. Header names in lower case."""
-    found = tuple(pair.lower() for pair in identifier_keys(text))
-    named = [pair.rpartition("=")[::2] for pair in found]
-    others = [kind for _, kind in named if kind != IdentifierType.IP]
+def identifier_headers(text: str) -> Mapping[str, str]:
+    """Parse ``HEADER=TYPE`` as :func:`identifier_keys`; X-Forwarded-For is an address. Header names in lower case."""
+    keys = identifier_keys(text)
+    found = {header.lower(): kind for header, kind in keys.items()}
+    others = [kind for kind in found.values() if kind != IdentifierType.IP]
     require(
-        len({header for header, _ in named}) == len(named)
+        len(found) == len(keys)
         and len({*others}) == len(others)
-        and len({kind for _, kind in named}) <= MAX_IDENTITIES
-        and all(
-            re.fullmatch(r"[a-z0-9_-]+", header) and (header != FORWARDED_FOR or kind == "ip")
-            for header, kind in named
-        ),
+        and len({*found.values()}) <= MAX_IDENTITIES
+        and all(re.fullmatch(r"[a-z0-9_-]+", header) for header in found)
+        and found.get(FORWARDED_FOR, IdentifierType.IP) == IdentifierType.IP,
         f"must be HEADER=TYPE separated by commas, each HEADER and each TYPE but ip once, {FORWARDED_FOR}=ip, at"
         f" most {MAX_IDENTITIES} types",
     )
@@ -295,6 +292,8 @@ def shown(value: object) -> str:
         return "on" if value else "off"
     if isinstance(value, tuple) and not isinstance(value, Address):
         return ",".join(value)
+    if isinstance(value, Mapping):
+        return ",".join(map("=".join, value.items()))
     return "" if value is None else str(value)
 
 

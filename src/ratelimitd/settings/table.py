@@ -182,7 +182,7 @@ class Settings:
     reflection: Annotated[bool, SettingSpec("on", on_off, "gRPC server reflection")]
     identifier_types: Annotated[tuple[str, ...], SettingSpec("", identifier_types,
         "identifier types of requests beside user, ip and api_key, such as tenant,model; comma-separated")]
-    envoy_identifiers: Annotated[tuple[str, ...], SettingSpec(
+    envoy_identifiers: Annotated[Mapping[str, str], SettingSpec(
         "remote_address=ip,ip=ip,user=user,user_id=user,x-user-id=user,api_key=api_key,authorization=api_key",
         identifier_keys, "Envoy descriptor keys that hold the identifier, with its type: KEY=TYPE, comma-separated")]
     envoy_fields: Annotated[str, SettingSpec("all", one_of("all", "standard", "none"),
@@ -191,7 +191,7 @@ class Settings:
         "revision of the IETF draft that RateLimit fields follow, for /v1/check, /v1/auth and Envoy")]
     spoe_listen: Annotated[Address | None, SettingSpec("", optional(address),
         "address for HAProxy's stream processing offload (SPOE), decided like /v1/auth; empty = off")]
-    auth_identifiers: Annotated[tuple[str, ...], SettingSpec("x-api-key=api_key,x-forwarded-for=ip",
+    auth_identifiers: Annotated[Mapping[str, str], SettingSpec("x-api-key=api_key,x-forwarded-for=ip",
         identifier_headers, "headers that identify callers of proxies for /v1/auth: HEADER=TYPE, comma-separated")]
     auth_endpoints: Annotated[tuple[str, ...], SettingSpec("", path_templates,
         "endpoints of /v1/auth by the path of the request, the first that matches: [METHOD ][HOST]/path/{name}")]
@@ -352,12 +352,12 @@ class _Combination(NamedTuple):
 _COMBINATIONS: Final = (
     _Combination(
         ("AUTH_IDENTIFIERS", "IDENTIFIER_TYPES"),
-        lambda s: not {pair.rpartition("=")[2] for pair in s.auth_identifiers} <= {*s.known_types},
+        lambda s: not {*s.auth_identifiers.values()} <= {*s.known_types},
         "AUTH_IDENTIFIERS: each TYPE must be user, ip, api_key or one of IDENTIFIER_TYPES",
     ),
     _Combination(
         ("ENVOY_IDENTIFIERS", "IDENTIFIER_TYPES"),
-        lambda s: not {pair.rpartition("=")[2] for pair in s.envoy_identifiers} <= {*s.known_types},
+        lambda s: not {*s.envoy_identifiers.values()} <= {*s.known_types},
         "ENVOY_IDENTIFIERS: each TYPE must be user, ip, api_key or one of IDENTIFIER_TYPES",
     ),
     _Combination(

@@ -17,6 +17,7 @@ from starlette.datastructures import Address, Headers, QueryParams
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ratelimitd.retry import cancel_all
 from ratelimitd.web.server import short_name
 
 PEER_HEADER: Final = b"x-ratelimitd-peer"
@@ -231,9 +232,7 @@ async def _pass(exchange: _Exchange, scope: Scope, receive: Receive, send: Send)
         refusal = PlainTextResponse("the worker ended before it had answered\n", 502)
         await refusal(scope, receive, send)
     finally:
-        for task in (asking, answering, overdue):
-            task.cancel()
-        await asyncio.gather(asking, answering, overdue, return_exceptions=True)
+        await cancel_all(asking, answering, overdue)
 
 
 def _is_late(asking: asyncio.Task[None], overdue: asyncio.Task[None]) -> bool:

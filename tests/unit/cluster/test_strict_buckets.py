@@ -6,7 +6,7 @@ import pytest
 
 from ratelimitd.cluster.redis.codec import JOINED
 from ratelimitd.cluster.strict_buckets import StrictBuckets
-from ratelimitd.errors import BreakerOpenError, StoreUnavailableError
+from ratelimitd.errors import BreakerOpenError, RateLimitdError, StoreUnavailableError
 from ratelimitd.ledger import local_view
 from ratelimitd.ledger.shared_state import OBSERVES, STORE_TIME
 from ratelimitd.model import Enforcement
@@ -21,11 +21,8 @@ class StoreServer:
     def open_error(self):
         return BreakerOpenError(7)
 
-    def answered(self):
-        self.recorded.append("answered")
-
-    def failed(self, error):
-        self.recorded.append(error)
+    def report(self, result):
+        self.recorded.append(result if isinstance(result, RateLimitdError) else "answered")
 
 
 class Scene:

@@ -22,7 +22,7 @@ from tests.unit.services.fake_call import FakeCall
 USER = IdentifierType.USER
 A = Rule("a", "edge/path=a", USER, limit=3, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW)
 B = Rule("b", "edge/path=b", USER, limit=1, window_seconds=60, algorithm=Algorithm.FIXED_WINDOW)
-OPTIONS: Any = {"identifiers": ["user_id=user", "a=b=ip"], "fields": ALL_FIELDS}
+OPTIONS: Any = {"identifiers": {"user_id": "user", "a=b": "ip"}, "fields": ALL_FIELDS}
 
 
 class Node:

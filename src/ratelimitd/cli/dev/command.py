@@ -18,6 +18,7 @@ from ratelimitd.cli.dev.servers import Child, Children, failure
 from ratelimitd.cli.options import group
 from ratelimitd.cli.output import Output
 from ratelimitd.model import EVERY_ENDPOINT, EVERYBODY, GLOBAL_ENDPOINT, IdentifierType
+from ratelimitd.retry import cancel_all
 from ratelimitd.rules.rules_file import MAX_FILE_BYTES, parse_rules
 from ratelimitd.rules.store import RuleDraft
 from ratelimitd.settings.table import Settings
@@ -152,9 +153,7 @@ class Cluster:
             try:
                 await quit_pressed.wait()
             finally:
-                for task in reports:
-                    task.cancel()
-                await asyncio.gather(*reports, return_exceptions=True)
+                await cancel_all(*reports)
 
     async def _report(self, children: Children, child: Child) -> None:
         """Print a line when a child ends; the others continue, as in a real cluster."""

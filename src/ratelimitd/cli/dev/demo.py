@@ -21,6 +21,7 @@ from ratelimitd.cli.dev import run
 from ratelimitd.cli.dev.run import HOST, NodePlan, port_option
 from ratelimitd.cli.output import Output, sparkline, table_lines
 from ratelimitd.errors import StartupError
+from ratelimitd.retry import cancel_all
 
 if TYPE_CHECKING:
     from ratelimitd.cli.dev.servers import Children
@@ -182,9 +183,7 @@ class Demo:
                 self._show_what_to_try()
                 await self._watch()
             finally:
-                for task in calling:
-                    task.cancel()
-                await asyncio.gather(*calling, return_exceptions=True)
+                await cancel_all(*calling)
                 await api.stop()
 
     def _show_what_to_try(self) -> None:

@@ -204,8 +204,7 @@ def _without_rules(
     from ratelimiter.v1 import ratelimiter_pb2 as pb  # noqa: PLC0415
 
     templates = settings.auth_endpoints
-    kinds = [pair.rpartition("=")[2] for pair in settings.auth_identifiers]
-    first, *more = dict.fromkeys([*kinds, IdentifierType.IP])
+    first, *more = dict.fromkeys([*settings.auth_identifiers.values(), IdentifierType.IP])
     also = [pb.Identity(identifier_type=kind, identifier=ANYBODY) for kind in more]
     missed = []
     with NodeClient(target, token=token, timeout_s=ANSWER_S) as client:

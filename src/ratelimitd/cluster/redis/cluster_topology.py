@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from binascii import crc_hqx
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
-from ratelimitd.cluster.redis.connection import Request, server_named
+from ratelimitd.cluster.redis.connection import Request, answer_of, server_named
 from ratelimitd.cluster.redis.link import Link, LinkOptions, ask_once, repeat_step
 from ratelimitd.cluster.redis.topology import START_S, TAGS, settled
 from ratelimitd.errors import RateLimitdError, StoreCorruptError, StoreUnavailableError
+from ratelimitd.retry import cancel_all
 from ratelimitd.settings.urls import RedisUrl, Server
 
 SLOTS: Final = 16_384
@@ -80,16 +82,13 @@ CLUSTER_SLOTS: Final = (b"CLUSTER", b"SLOTS")
 
 
 class ClusterTopology:
-    """The links to the primaries. ``on_change`` is called when tags have moved from one link to another."""
+    """The links to the primaries."""
 
     is_cluster = True
 
-    def __init__(
-        self, url: RedisUrl, options: LinkOptions, on_change: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, url: RedisUrl, options: LinkOptions) -> None:
         self.options = options
         self._seeds = url.servers
-        self._on_change = on_change
         self._links: dict[Server, Link] = {}
         self._map: Map = (None,) * TAGS
         # A link that never connects: requests for tags without a server fail there.
@@ -112,10 +111,7 @@ class ClusterTopology:
     async def close(self) -> None:
         """Close all connections."""
         retiring = dict(self._retiring)
-        tasks = [*retiring, *([self._following] if self._following else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*retiring, self._following)
         for link in (*retiring.values(), *self._links.values()):
             await link.close()
 
@@ -194,7 +190,9 @@ class ClusterTopology:
     async def _read_from(self, server: Server) -> Map:
         link = self._links.get(server)
         if link is not None and link.connected:
-            reply = await _reply(link)
+            # Patient: if all servers are slower than the timeout, their maps would never be read otherwise, and no
+            # failover followed.
+            reply = await answer_of(partial(link.send, CLUSTER_SLOTS, is_patient=True))
         else:
             reply = await ask_once(server, self.options.handshake, self.options.tls, *CLUSTER_SLOTS)
         read = map_of(reply, server)
@@ -204,7 +202,7 @@ class ClusterTopology:
         return read
 
     def _take(self, read: Map) -> None:
-        moved, self._map = read != self._map, read
+        self._map = read
         for server in set(read):
             if server is not None:
                 self._link_to(server)
@@ -216,8 +214,6 @@ class ClusterTopology:
         if self._reported is not None:
             self._reported = None
             self.options.report("the map of the Cluster can be read again")
-        if moved:
-            self._on_change()
 
     def _fail(self, error: RateLimitdError) -> None:
         if type(error) is not self._reported:
@@ -254,19 +250,3 @@ class ClusterTopology:
         task = asyncio.create_task(close_later())
         self._retiring[task] = link
         task.add_done_callback(self._retiring.pop)
-
-
-async def _reply(link: Link) -> Any:
-    """Return the reply of a connected link, also a late one; raise its error."""
-    reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-    def done(value: Any) -> None:
-        if not reply.done():
-            reply.set_result(value)
-
-    # If all servers are slower than the timeout, their maps would never be read, and no failover followed.
-    link.send(CLUSTER_SLOTS, done, is_patient=True)
-    value = await reply
-    if isinstance(value, RateLimitdError):
-        raise value
-    return value

@@ -224,7 +224,7 @@ FIRST_CHECK: Final = load("first_check")
 """Decides one check of each of several buckets, and returns their states."""
 
 RESET: Final = load("reset", "concurrency.lua")
-"""Makes buckets full."""
+"""Makes a bucket full, and returns its value."""
 
 Request = tuple[list[bytes], list[bytes]]
 """The keys and the arguments of a script."""
@@ -496,26 +496,9 @@ def _outcome(head: int, remaining: int, retry_after: int, reset_time: int) -> Ou
 # Resets
 
 
-def reset_request(keys: Sequence[bytes], rules: Sequence[Limit], least: int = 0) -> Request:
-    """Return keys and arguments of ``RESET`` for buckets of one hash tag, with their rules and the least generation."""
-    argument = b"".join(
-        [
-            _RULE.pack(
-                NUMBERS[rule.algorithm],
-                rule.revision,
-                rule.limit,
-                rule.burst,
-                rule.window_seconds,
-            )
-            for rule in rules
-        ]
+def reset_request(name: bytes, rule: Limit, least: int) -> Request:
+    """Return keys and arguments of ``RESET`` for a bucket, with its rule and the least generation."""
+    argument = _RULE.pack(
+        NUMBERS[rule.algorithm], rule.revision, rule.limit, rule.burst, rule.window_seconds
     )
-    return [*map(bucket_key, keys), *map(holds_key, keys)], [argument, b"%d" % least]
-
-
-def reset_reply(rules: Sequence[Limit], reply: Any) -> list[SharedState]:
-    """Decode the states of the buckets after a reset."""
-    if isinstance(reply, list) and len(reply) == len(rules):
-        return [bucket_of(value, rule) for rule, value in zip(rules, reply, strict=True)]
-    message = "the reply of the shared state to a reset is malformed"
-    raise StoreCorruptError(message)
+    return [bucket_key(name), holds_key(name)], [argument, b"%d" % least]

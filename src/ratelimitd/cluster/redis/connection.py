@@ -96,6 +96,21 @@ def deliver(done: Done, reply: object) -> None:
         )
 
 
+async def answer_of(request: Callable[[Done], None]) -> Any:
+    """Return what ``request`` passes to its ``done``; raise it if it is an error."""
+    answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def done(value: object) -> None:
+        if not answer.done():  # else the caller has left
+            answer.set_result(value)
+
+    request(done)
+    value = await answer
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
 SHARED_STATE: Final = "the shared state"
 
 UNAVAILABLE: Final = {
@@ -478,18 +493,7 @@ async def ask(connection: Connection, *command: bytes | int | str) -> Any:
         StoreUnavailableError: no reply came.
         Refused: the reply was an error; the exception has its text.
     """
-    reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-    def done(value: object) -> None:
-        if reply.done():
-            return  # cancelled
-        if isinstance(value, Exception):
-            reply.set_exception(value)
-        else:
-            reply.set_result(value)
-
-    connection.submit(Request(pack(command), done))
-    return await reply
+    return await answer_of(lambda done: connection.submit(Request(pack(command), done)))
 
 
 def hand_over(request: Request, text: str) -> None:

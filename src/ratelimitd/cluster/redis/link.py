@@ -45,7 +45,7 @@ from ratelimitd.errors import (
     StoreMisconfiguredError,
     StoreUnavailableError,
 )
-from ratelimitd.retry import Backoff
+from ratelimitd.retry import Backoff, cancel_all
 from ratelimitd.settings.urls import Server
 
 CONNECT_S: Final = 1.0
@@ -323,9 +323,7 @@ class Link:
 
     async def close(self) -> None:
         """Close; requests in flight and later ones get an error."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
+        await cancel_all(self._keeping)
         self._down = StoreUnavailableError("the connection to the shared state is closed")
         if self._connection is not None:
             self._connection.drop(self._down)
@@ -397,9 +395,8 @@ class Link:
         self._settled.set()
 
     def _on_lost(self, error: RateLimitdError) -> None:
-        if (
-            self._connection is not None
-        ):  # else it was not in service, and its handshake reports the error
+        # Else it was not in service, and its handshake reports the error.
+        if self._connection is not None:
             self._connection = None
             self._down = error
             if self._keeping is not None and not self._keeping.done():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random as random_source
 import secrets
 from collections.abc import Callable
 from typing import Final
@@ -12,7 +11,7 @@ from ratelimitd.clock import Clock
 from ratelimitd.cluster.membership import SharedTime
 from ratelimitd.cluster.node import Cluster
 from ratelimitd.cluster.redis.cluster_topology import ClusterTopology
-from ratelimitd.cluster.redis.connection import MAX_REQUESTS, SILENCE_S, Handshake
+from ratelimitd.cluster.redis.connection import SILENCE_S, Handshake
 from ratelimitd.cluster.redis.link import LinkOptions, warn
 from ratelimitd.cluster.redis.pubsub import Bus
 from ratelimitd.cluster.redis.sentinel import SentinelTopology
@@ -73,14 +72,11 @@ def open_topology(
     silence_ms: float = SILENCE_S * 1_000,
     client_name: str = "ratelimitd",
     report: Callable[[str], None] = warn,
-    on_change: Callable[[], None] = lambda: None,
-    max_requests: int = MAX_REQUESTS,
-    random: Callable[[], float] = random_source.random,
 ) -> Topology:
     """Return the topology of ``url``, to be started.
 
-    ``report`` takes a line for the operator when something starts to fail or recovers, never at each attempt.
-    ``on_change`` is called when hash tags have moved to other servers. Needs a running event loop.
+    ``report`` takes a line for the operator when something starts to fail or recovers, never at each attempt. Needs a
+    running event loop.
 
     Raises:
         StartupError: a TLS file cannot be used.
@@ -90,13 +86,11 @@ def open_topology(
         timeout_ms / 1000,
         Handshake(url.login, url.database, client_name, wants_primary=wants_primary),
         client_context(url.tls) if url.tls is not None else None,
-        max_requests,
-        report,
-        random,
+        report=report,
         silence_s=silence_ms / 1_000,
     )
     if url.topology is TopologyKind.CLUSTER:
-        return ClusterTopology(url, options, on_change)
+        return ClusterTopology(url, options)
     if url.topology is TopologyKind.SENTINEL:
         return SentinelTopology(url, options)
     return standalone(url, options)

@@ -41,6 +41,7 @@ from ratelimitd.cluster.redis.link import (
 )
 from ratelimitd.cluster.redis.topology import TAGS, Topology
 from ratelimitd.errors import RateLimitdError, StoreMisconfiguredError, StoreUnavailableError
+from ratelimitd.retry import cancel_all
 
 
 class Channel(NamedTuple):
@@ -114,9 +115,7 @@ class Subscription:
 
     async def close(self) -> None:
         """Disconnect."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
+        await cancel_all(self._keeping)
 
     async def _keep(self) -> None:
         """Listen once, and return when it is time to connect again."""
@@ -176,9 +175,8 @@ class Subscription:
         while not self._lost.is_set():
             left_s = None if silence_s is None else self._left_s(silence_s)
             if left_s is not None and left_s <= 0:
-                await asyncio.sleep(
-                    READ_PAUSE_S
-                )  # if this process was delayed, messages wait in the socket
+                # If this process was delayed, messages wait in the socket.
+                await asyncio.sleep(READ_PAUSE_S)
                 if silence_s is not None and self._left_s(silence_s) <= 0:
                     listener.drop(StoreUnavailableError("silent"))
                 continue
@@ -330,9 +328,7 @@ class Bus:
 
     async def close(self) -> None:
         """Stop listening."""
-        if self._beating is not None:
-            self._beating.cancel()
-            await asyncio.gather(self._beating, return_exceptions=True)
+        await cancel_all(self._beating)
         await asyncio.gather(*(subscription.close() for subscription in self._subscriptions))
 
     def publish(self, tag: int, payload: bytes) -> None:

@@ -12,6 +12,7 @@ from ratelimitd.cluster.redis.link import LinkOptions, ask_once, repeat_step
 from ratelimitd.cluster.redis.pubsub import Channel, Subscription
 from ratelimitd.cluster.redis.topology import OneServer
 from ratelimitd.errors import StoreMisconfiguredError, StoreUnavailableError
+from ratelimitd.retry import cancel_all
 from ratelimitd.settings.urls import RedisUrl, Server
 
 ASK_S: Final = 0.3
@@ -104,9 +105,7 @@ class SentinelTopology(OneServer):
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._polling is not None:
-            self._polling.cancel()
-            await asyncio.gather(self._polling, return_exceptions=True)
+        await cancel_all(self._polling)
         await self._switches.close()
         await super().close()
 

@@ -10,7 +10,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from ratelimitd.cluster.redis.codec import (
     DECIDE,
@@ -20,12 +20,12 @@ from ratelimitd.cluster.redis.codec import (
     SETTLE,
     Script,
     bucket_key,
+    bucket_of,
     checks_request,
     decided,
     first_checked,
     load,
     replaced,
-    reset_reply,
     reset_request,
     settle_reply,
     settle_request,
@@ -57,6 +57,9 @@ CHECKS_PER_WEIGHT: Final = 3
 
 Answer = TypeVar("Answer")
 
+OnAnswer: TypeAlias = Callable[[Answer | RateLimitdError], None]
+"""Takes an answer, or the error in its place."""
+
 
 class Combiner(Generic[Answer]):
     """Combines the checks of one event-loop iteration into as few calls of one script as possible.
@@ -76,14 +79,14 @@ class Combiner(Generic[Answer]):
         self._read = read
         self._call_soon = asyncio.get_running_loop().call_soon
         self._checks: list[StoreCheck] = []
-        self._dones: list[Callable[[Answer | RateLimitdError], None]] = []
+        self._dones: list[OnAnswer[Answer]] = []
         self._links: set[Link] = set()
         """Links with unflushed requests."""
         self._under_way = 0
         self._come_alone = False
         """Whether the last check was the only one of its iteration and of its round trip."""
 
-    def add(self, check: StoreCheck, done: Callable[[Answer | RateLimitdError], None]) -> None:
+    def add(self, check: StoreCheck, done: OnAnswer[Answer]) -> None:
         """Queue for this iteration's call; send immediately when the link is idle."""
         is_alone = self._come_alone and not self._under_way and not self._checks
         if is_alone and not check.peek & JOINED:
@@ -111,11 +114,7 @@ class Combiner(Generic[Answer]):
             link.flush()
         self._links.clear()
 
-    def _send_by_tag(
-        self,
-        checks: Sequence[StoreCheck],
-        dones: Sequence[Callable[[Answer | RateLimitdError], None]],
-    ) -> None:
+    def _send_by_tag(self, checks: Sequence[StoreCheck], dones: Sequence[OnAnswer[Answer]]) -> None:
         """Send one call per hash tag: in a Cluster all keys of a call must be of one slot."""
         places: dict[int, list[int]] = {}
         for place, check in enumerate(checks):
@@ -123,11 +122,7 @@ class Combiner(Generic[Answer]):
         for of_tag in places.values():
             self._send_all([checks[place] for place in of_tag], [dones[place] for place in of_tag])
 
-    def _send_all(
-        self,
-        checks: Sequence[StoreCheck],
-        dones: Sequence[Callable[[Answer | RateLimitdError], None]],
-    ) -> None:
+    def _send_all(self, checks: Sequence[StoreCheck], dones: Sequence[OnAnswer[Answer]]) -> None:
         start = 0
         while start < len(checks):
             end = start + CHECKS_PER_CALL
@@ -136,11 +131,7 @@ class Combiner(Generic[Answer]):
             self._send(checks[start:end], dones[start:end])
             start = end
 
-    def _send(
-        self,
-        checks: Sequence[StoreCheck],
-        dones: Sequence[Callable[[Answer | RateLimitdError], None]],
-    ) -> None:
+    def _send(self, checks: Sequence[StoreCheck], dones: Sequence[OnAnswer[Answer]]) -> None:
         try:
             keys, arguments = checks_request(checks)
         except Exception as error:  # noqa: BLE001 - a defect; the waiting checks must be answered
@@ -156,7 +147,7 @@ class Combiner(Generic[Answer]):
     def _answered(
         self,
         checks: Sequence[StoreCheck],
-        dones: Sequence[Callable[[Answer | RateLimitdError], None]],
+        dones: Sequence[OnAnswer[Answer]],
         reply: Any,
     ) -> None:
         self._under_way -= 1
@@ -178,7 +169,7 @@ class Combiner(Generic[Answer]):
 
     @staticmethod
     def _deliver(
-        dones: Sequence[Callable[[Answer | RateLimitdError], None]],
+        dones: Sequence[OnAnswer[Answer]],
         answers: Sequence[Answer | RateLimitdError],
     ) -> None:
         for done, answer in zip(dones, answers, strict=True):
@@ -221,7 +212,7 @@ class _Reading(NamedTuple):
 
     name: bytes
     rule: Limit
-    done: Callable[[SharedState | RateLimitdError | None], None]
+    done: OnAnswer[SharedState | None]
 
 
 class RedisStore:
@@ -274,9 +265,7 @@ class RedisStore:
         """Return whether the server that holds a hash tag is connected; if not, the link is connecting."""
         return self._topology.of_tag(tag).connected
 
-    def read(
-        self, name: bytes, rule: Limit, done: Callable[[SharedState | RateLimitdError | None], None]
-    ) -> None:
+    def read(self, name: bytes, rule: Limit, done: OnAnswer[SharedState | None]) -> None:
         """Read a bucket, also from a late answer; ``None``: it is full.
 
         The reads of one iteration share a command, except in a Cluster.
@@ -317,9 +306,7 @@ class RedisStore:
             self.corrupt_total += 1
             return None
 
-    def first_check(
-        self, check: StoreCheck, done: Callable[[FirstResult | RateLimitdError], None]
-    ) -> None:
+    def first_check(self, check: StoreCheck, done: OnAnswer[FirstResult]) -> None:
         """Decide the first check of a bucket, and return its state. After an error it may have been charged."""
         self._first_checks.add(check, done)
 
@@ -331,7 +318,7 @@ class RedisStore:
         self.corrupt_total += replaced_now + unreadable
         return answers
 
-    def decide(self, check: StoreCheck, done: Callable[[Outcome | RateLimitdError], None]) -> None:
+    def decide(self, check: StoreCheck, done: OnAnswer[Outcome]) -> None:
         """Decide a check, at ``STORE_TIME`` or at its own. After an error it may have been charged."""
         self._decisions.add(check, done)
 
@@ -344,9 +331,7 @@ class RedisStore:
         self.corrupt_total += answers.count(None)
         return [_NO_BUCKET if answer is None else answer for answer in answers]
 
-    def settle(
-        self, tag: int, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None]
-    ) -> None:
+    def settle(self, tag: int, batch: Batch, done: OnAnswer[Reply | None]) -> None:
         """Apply a batch; idempotent. ``None``: it is older than the last one of its sender."""
         keys, arguments = settle_request(tag, batch)
         settled = partial(self._settled, batch, done)
@@ -354,15 +339,11 @@ class RedisStore:
         # for ever if its late replies were dropped.
         self._topology.of_tag(tag).run(SETTLE, keys, arguments, settled, is_patient=True)
 
-    def _settled(
-        self, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None], reply: Any
-    ) -> None:
+    def _settled(self, batch: Batch, done: OnAnswer[Reply | None], reply: Any) -> None:
         self.corrupt_total += replaced(reply)
         _answer(done, partial(settle_reply, batch), reply)
 
-    def hold(
-        self, tag: int, call: HoldCall, done: Callable[[HoldReply | RateLimitdError], None]
-    ) -> None:
+    def hold(self, tag: int, call: HoldCall, done: OnAnswer[HoldReply]) -> None:
         """Make a hold, or its part for the buckets of one hash tag; idempotent.
 
         Its record is stored under ``tag``.
@@ -376,9 +357,7 @@ class RedisStore:
         self.corrupt_total += corrupt
         return held
 
-    def step_hold(
-        self, tag: int, call: StepCall, done: Callable[[StepReply | RateLimitdError], None]
-    ) -> None:
+    def step_hold(self, tag: int, call: StepCall, done: OnAnswer[StepReply]) -> None:
         """Settle, extend or withdraw a hold whose record is under ``tag``; idempotent."""
         keys, arguments = step_request(tag, call)
         stepped = partial(_answer, done, partial(step_reply, call))
@@ -386,34 +365,19 @@ class RedisStore:
         # Nobody waits for it before a request: a late answer is better than an error.
         self._topology.of_tag(tag).run(HOLD_STEP, keys, arguments, stepped, weight, is_patient=True)
 
-    def reset(
-        self,
-        name: bytes,
-        rule: Limit,
-        least: int,
-        done: Callable[[SharedState | RateLimitdError], None],
-    ) -> None:
+    def reset(self, name: bytes, rule: Limit, least: int, done: OnAnswer[SharedState]) -> None:
         """Reset a bucket to full, in a new generation of at least ``least``. A late answer is taken, too."""
-        keys, arguments = reset_request([name], [rule], least)
-        answer = partial(_answer, done, lambda reply: reset_reply([rule], reply)[0])
+        keys, arguments = reset_request(name, rule, least)
+        answer = partial(_answer, done, lambda reply: bucket_of(reply, rule))
         self._topology.of_tag(name[0]).run(RESET, keys, arguments, answer, is_patient=True)
 
-    def probe(self, tag: int, done: Callable[[RateLimitdError | None], None]) -> None:
+    def probe(self, tag: int, done: OnAnswer[Reply | None]) -> None:
         """Test whether the server of a hash tag settles, late or not, by an empty batch, which writes."""
         self._probes += 1
-        batch = Batch(self._prober, self._probes, 0, {})
-
-        def was_settled(reply: Reply | RateLimitdError | None) -> None:
-            done(reply if isinstance(reply, RateLimitdError) else None)
-
-        self.settle(tag, batch, was_settled)
+        self.settle(tag, Batch(self._prober, self._probes, 0, {}), done)
 
     def beat(
-        self,
-        incarnation: str,
-        ttl_us: int,
-        fingerprint: str,
-        done: Callable[[Heartbeat | RateLimitdError], None],
+        self, incarnation: str, ttl_us: int, fingerprint: str, done: OnAnswer[Heartbeat]
     ) -> None:
         """Send a heartbeat, which holds for ``ttl_us``; 0: the node leaves. A late answer is taken, too."""
         arguments = (incarnation.encode(), ttl_us, fingerprint.encode())
@@ -432,9 +396,7 @@ class RedisStore:
         command = (b"EXPIRE", status_key(incarnation), 0)
         self._topology.of_tag(MEMBERS_TAG).send(command, _ignore)
 
-    def read_statuses(
-        self, incarnations: Sequence[str], done: Callable[[Statuses | RateLimitdError], None]
-    ) -> None:
+    def read_statuses(self, incarnations: Sequence[str], done: OnAnswer[Statuses]) -> None:
         """Read the statuses of one or more incarnations, in order; ``None`` for a missing one.
 
         A late answer is taken, too. Only :data:`MAX_STATUS_BYTES` of each are read: a foreign value may have 512 MB.
@@ -502,9 +464,7 @@ class TracedStore(RedisStore):
         super().__init__(*arguments, **options)
         self._tracer = tracer
 
-    def settle(
-        self, tag: int, batch: Batch, done: Callable[[Reply | RateLimitdError | None], None]
-    ) -> None:
+    def settle(self, tag: int, batch: Batch, done: OnAnswer[Reply | None]) -> None:
         """Settle as the store does."""
         span = self._tracer.begin(SYNC_SPAN)
         if span is None:

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 
 from ratelimitd.cluster.redis.link import CONNECT_S, Link, LinkOptions, Locate
 from ratelimitd.errors import StartupError
+from ratelimitd.retry import cancel_all
 from ratelimitd.settings.urls import RedisUrl, Server, TlsFiles
 
 TAGS: Final = 256
@@ -103,9 +104,7 @@ async def settled(links: Sequence[Link]) -> None:
         return
     waits = [asyncio.create_task(link.settled()) for link in links]
     _, pending = await asyncio.wait(waits, timeout=START_S)
-    for wait in pending:
-        wait.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
+    await cancel_all(*pending)
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:

@@ -41,8 +41,6 @@ _OLDEST, _NEWEST = (
 _SHOWN_AT: Final = sa.case((_AT < _OLDEST, _OLDEST), (_AT > _NEWEST, _NEWEST), else_=_AT)
 """The time of a change; one written outside the service may be in a year that Python does not have."""
 
-_LIMITS_OF: Final = attrgetter("limit_count")
-
 
 class Batch(NamedTuple):
     """The valid rules of some rows, and the invalid rows."""
@@ -55,7 +53,7 @@ async def _read(connection: AsyncConnection, statement: sa.Select[Any]) -> Async
     """Yield the rules that a statement selects, one batch per event-loop iteration."""
     async with connection.stream(statement) as result:
         async for rows in result.partitions(ROWS_PER_STEP):
-            for step in steps(map(RuleRow._make, rows), ROWS_PER_STEP, _LIMITS_OF):
+            for step in steps(map(RuleRow._make, rows), ROWS_PER_STEP, attrgetter("limit_count")):
                 batch = Batch([], [])
                 for row in step:
                     rule = rule_from_row(row)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import Final, NamedTuple, NoReturn
 from urllib.parse import parse_qsl, unquote_to_bytes
@@ -196,15 +196,15 @@ def parameters_of(query: str, client_query: str = "") -> Parameters:
 class ForwardAuth:
     """The ASGI application of :data:`AUTH_PATH`; ``handler`` answers checks, ``now_s`` is the node's Unix time.
 
-    ``identifiers`` are ``header=type``, in order, and ``endpoints`` path templates, in order. ``ignored`` counts a
-    request whose forwarding headers were ignored. ``revision`` is the revision of the ``RateLimit`` fields.
+    ``identifiers`` are identifier types by header, in order, and ``endpoints`` path templates, in order. ``ignored``
+    counts a request whose forwarding headers were ignored. ``revision`` is the revision of the ``RateLimit`` fields.
     """
 
     def __init__(
         self,
         handler: UnaryHandler,
         *,
-        identifiers: Sequence[str],
+        identifiers: Mapping[str, str],
         endpoints: Sequence[str],
         trusted_proxies: Sequence[str],
         ignored: Callable[[], None],
@@ -222,8 +222,7 @@ class ForwardAuth:
         self._proxies = ClientAddresses(trusted_proxies)
         self._no_proxies = ClientAddresses()
         self._templates = PathTemplates(endpoints)
-        pairs = (pair.rpartition("=") for pair in identifiers)
-        self._identifiers = [(header, kind) for header, _, kind in pairs]
+        self._identifiers = identifiers
         self._has_warned = False
 
     def trusts(self, peer: str | None) -> bool:
@@ -296,7 +295,7 @@ class ForwardAuth:
         """Set the identities of a check: the configured headers that are present, else the address of the client."""
         address = self._proxies.of(peer, headers.getlist(FORWARDED_FOR) if is_trusted else ())
         found: dict[str, str] = {}
-        for header, kind in self._identifiers:
+        for header, kind in self._identifiers.items():
             identifier: str | None
             if header == FORWARDED_FOR:
                 identifier = address

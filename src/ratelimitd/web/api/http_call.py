@@ -17,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.types import Receive
 
+from ratelimitd.retry import cancel_all
 from ratelimitd.rpc.interface import Call, RpcError, StatusCode, UnaryHandler
 from ratelimitd.rpc.messages import Encoding, inflated
 
@@ -129,9 +130,7 @@ async def handled(
             return working.result()
         raise ClientDisconnect if leaving.done() else exceeded
     finally:
-        for task in both:
-            task.cancel()
-        await asyncio.gather(*both, return_exceptions=True)
+        await cancel_all(*both)
 
 
 async def _left(receive: Receive) -> None:

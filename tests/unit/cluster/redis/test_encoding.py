@@ -4,12 +4,12 @@ import pytest
 
 from ratelimitd.cluster.redis.codec import (
     bucket_key,
+    bucket_of,
     checks_request,
     decided,
     first_checked,
     holds_key,
     replaced,
-    reset_reply,
     reset_request,
     settle_reply,
     settle_request,
@@ -199,18 +199,17 @@ def test_a_malformed_reply_to_first_checks_is_an_error(reply):
         first_checked([FIRST], reply)
 
 
-def test_a_reset_names_each_bucket_with_its_rule():
-    keys, [argument, least] = reset_request([ONE, OTHER], [RULE, WINDOW], 7)
-    assert least == b"7"
-    assert keys == [*map(bucket_key, (ONE, OTHER)), *map(holds_key, (ONE, OTHER))]
-    assert argument == pack("<BQIIIBQIII", 1, 3, 10, 20, 60, 2, 4, 11, 0, 61)
-    assert reset_reply([RULE, WINDOW], [FULL, COUNTED]) == [
-        SharedState(0, 3, 10, None),
-        SharedState(0, 4, 11, (5, 6)),
-    ]
+@pytest.mark.parametrize(
+    ("name", "rule", "fields"),
+    [(ONE, RULE, (1, 3, 10, 20, 60)), (OTHER, WINDOW, (2, 4, 11, 0, 61))],
+)
+def test_a_reset_names_the_bucket_with_its_rule(name, rule, fields):
+    keys, arguments = reset_request(name, rule, 7)
+    assert keys == [bucket_key(name), holds_key(name)]
+    assert arguments == [pack("<BQIII", *fields), b"7"]
 
 
-@pytest.mark.parametrize("reply", [None, 0, [], [FULL, FULL], [None]])
+@pytest.mark.parametrize("reply", [None, 0, [], [FULL]])
 def test_a_malformed_reply_to_a_reset_is_an_error(reply):
     with pytest.raises(StoreCorruptError):
-        reset_reply([RULE], reply)
+        bucket_of(reply, RULE)

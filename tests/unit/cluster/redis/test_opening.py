@@ -48,12 +48,12 @@ async def test_a_missing_certificate_is_a_startup_error():
     ],
 )
 async def test_each_scheme_selects_its_topology(url, kind, wants_primary):
-    topology = open_topology(parse_redis_url(url), timeout_ms=5, max_requests=7, random=lambda: 0.5)
+    topology = open_topology(parse_redis_url(url), timeout_ms=5)
     assert type(topology) is kind
     assert topology.is_cluster == (kind is ClusterTopology)
     options = topology.options
     assert options.handshake.wants_primary == wants_primary
-    assert (options.timeout_s, options.max_requests, options.random()) == (0.005, 7, 0.5)
+    assert options.timeout_s == 0.005
 
 
 PERMISSIONS = (

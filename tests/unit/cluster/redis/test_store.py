@@ -15,7 +15,7 @@ from ratelimitd.errors import (
     StoreSlowError,
     StoreUnavailableError,
 )
-from ratelimitd.ledger.protocol import Sender
+from ratelimitd.ledger.protocol import Reply, Sender
 from ratelimitd.ledger.shared_holds import Step, StepCall, Stepped
 from ratelimitd.ledger.shared_state import STORE_TIME, Ask, SharedState, StoreCheck, Update
 from ratelimitd.model import LIMIT_EXCEEDED, WITHIN_LIMIT, Algorithm, IdentifierType, Rule
@@ -253,8 +253,7 @@ async def test_a_reset_is_a_full_bucket_of_the_next_generation(store):
 
 
 async def test_a_probe_succeeds_if_the_server_writes(store, valkey):
-    assert await asked(store.probe, 7) is None
-    assert await asked(store.probe, 7) is None
+    assert [await asked(store.probe, 7) for _ in range(2)] == [Reply(1, {}), Reply(2, {})]
 
 
 async def test_a_probe_fails_if_the_server_does_not_write(store, valkey):
@@ -274,7 +273,7 @@ async def test_late_answers_are_taken_unless_a_check_waits_for_them(valkey):
         proxy.down.latency_ms = 50
         # Once, although the server says late that it does not know the script.
         assert await asked(store.reset, NAME, RULE, 5) == SharedState(5, 3, 10)
-        assert await asked(store.probe, 7) is None
+        assert await asked(store.probe, 7) == Reply(1, {})
         settle = StepCall(Step.SETTLE, b"n" * 16, [NAME])
         assert (await asked(store.step_hold, NAME[0], settle)).stepped is Stepped.UNKNOWN
         assert await asked(store.read_statuses, ["n1/a"]) == [None]

@@ -45,7 +45,7 @@ class Node:
         self.answer = pb.RateLimitResponse(allowed=True)
         self.late = False
         chosen = {
-            "identifiers": ("x-api-key=api_key", "x-forwarded-for=ip"),
+            "identifiers": {"x-api-key": "api_key", "x-forwarded-for": "ip"},
             "endpoints": TEMPLATES,
             "trusted_proxies": (PROXY,),
             "ignored": self.stats.ignored_forwarding,
@@ -281,13 +281,13 @@ async def test_every_present_identity_is_sent(node):
 
 
 async def test_client_address_is_the_default_identity():
-    node = Node(identifiers=("x-api-key=api_key",))
+    node = Node(identifiers={"x-api-key": "api_key"})
     await node.pass_on(X_Api_Key="")
     assert node.identities == {"ip": CLIENT}
 
 
 async def test_address_counts_beside_an_identity_only_where_configured():
-    node = Node(identifiers=("x-user=user", "x-login=user", "x-tenant=tenant"))
+    node = Node(identifiers={"x-user": "user", "x-login": "user", "x-tenant": "tenant"})
     await node.pass_on(X_Login="second", X_User="first", X_Tenant="t")
     assert node.identities == {"user": "first", "tenant": "t"}
 
@@ -323,7 +323,7 @@ async def test_value_may_be_any_text(node):
     ("value", "address"), [("2001:db8::5", "2001:db8::"), ("nobody", CLIENT), ("", CLIENT)]
 )
 async def test_other_header_may_hold_the_address(value, address):
-    node = Node(identifiers=("x-real-ip=ip",))
+    node = Node(identifiers={"x-real-ip": "ip"})
     await node.pass_on(X_Real_IP=value)
     assert node.identities == {"ip": address}
 
@@ -342,7 +342,7 @@ async def test_peer_that_has_left_is_no_trusted_proxy_and_is_refused():
 
 
 async def test_forwarding_headers_of_untrusted_peers_are_ignored_counted_and_logged_once(caplog):
-    node = Node(identifiers=("x-real-ip=ip", "x-forwarded-for=ip"))
+    node = Node(identifiers={"x-real-ip": "ip", "x-forwarded-for": "ip"})
     for name in ("X-Forwarded-For", "X-Forwarded-Uri", "X-Forwarded-Method", "X-Forwarded-Host"):
         headers = {name: "/api/orders/5", "X-Real-IP": CLIENT}
         assert (await node.ask(headers, peer="203.0.113.1")).status_code == 200

@@ -1,4 +1,4 @@
--- Applies one numbered batch of one sender, exactly once: the twin of `Ledger.apply` in ledger/batches.py.
+-- Applies one numbered batch of one sender, exactly once: the twin of `Ledger.apply` in tests/ledger_model.py.
 --
 -- KEYS[1]   the record of the sender: its last number and the grants of that batch
 -- KEYS[2…]  the buckets, one for each update
