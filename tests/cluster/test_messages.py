@@ -6,11 +6,13 @@ import struct
 import redis
 
 from ratelimitd.cluster.redis.pubsub import MAX_PAYLOAD_BYTES
+from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.cluster.admissions import tokens
 from tests.cluster.load import keys, steady
 from tests.cluster.nodes import Nodes
 from tests.cluster.shared import OPTIONS, change_rule
 from tests.servers import Valkey, until
+from tests.system.process import START_S
 
 CHANNEL = "rl1:bus:0"
 MEMORY = "rate_limiter_memory_usage_bytes"
@@ -46,6 +48,19 @@ def test_a_silent_subscription_is_renewed_and_missed_changes_are_read(cluster):
     cluster.settled()
     cluster[0].reset(changed)
     until(lambda: node.spent(changed) == 0, "the node hears again")
+
+
+def test_an_explanation_counts_spends_of_other_nodes_that_no_message_has_announced(cluster):
+    endpoint = cluster.new_rule(limit=100)
+    # Nodes announce that half of a limit is used up, and nothing until it is all used up.
+    for node, times in ((cluster[0], 1), (cluster[1], 60), (cluster[2], 8)):
+        spend(node, endpoint, times)
+        cluster.settled()
+        cluster[0].check(endpoint, peek=True)
+    check = pb.RateLimitRequest(identifier="u", identifier_type="user", endpoint=endpoint)
+    explained = cluster[0].node.ExplainRateLimit(check, timeout=START_S).answer
+    assert (explained.allowed, explained.remaining_tokens) == (True, 100 - 69 - 1)
+    assert cluster.stored(endpoint, "u") == 69
 
 
 def listeners(valkey):

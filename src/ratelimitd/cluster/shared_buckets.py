@@ -34,7 +34,13 @@ from ratelimitd.errors import BreakerOpenError, RateLimitdError, StoreSlowError
 from ratelimitd.ledger import cold
 from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.protocol import ColdSpend
-from ratelimitd.ledger.shared_state import STORE_TIME, FirstResult, StoreCheck, within
+from ratelimitd.ledger.shared_state import (
+    STORE_TIME,
+    FirstResult,
+    SharedState,
+    StoreCheck,
+    within,
+)
 from ratelimitd.model import CONCURRENCY, COST_EXCEEDS_LIMIT, Limit, Outcome
 
 if TYPE_CHECKING:
@@ -191,6 +197,37 @@ class SharedBuckets:
         )
         joint.start(answer)
         return answer
+
+    async def refresh(self, keys: Sequence[bytes]) -> None:
+        """Read buckets in use, and let the store decide the next check of others; skips servers whose breaker is open.
+
+        A read that fails leaves a view as it is.
+        """
+        reads = []
+        for name in map(self._stored_name, keys):
+            tag = self._tags[name[0]]
+            if tag.server.is_open:
+                continue
+            bucket = tag.bucket(name)
+            if bucket is None:
+                self._cache.distrust(name)
+                continue
+            read = self._new_future()
+            reads.append(read)
+            self._store.read(name, bucket.view.rule, partial(self._refreshed, name, read))
+        for read in reads:
+            await read
+
+    def _refreshed(
+        self,
+        name: bytes,
+        read: asyncio.Future[None],
+        shared: SharedState | RateLimitdError | None,
+    ) -> None:
+        if isinstance(shared, SharedState):
+            self._refresh.adopt_by_name(name, shared)
+        if not read.done():  # else the caller has left
+            read.set_result(None)
 
     async def reset(self, keys: Sequence[bytes], rules: Sequence[Limit]) -> None:
         """Reset buckets to full, on every node.

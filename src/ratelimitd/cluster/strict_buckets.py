@@ -169,6 +169,9 @@ class StrictBuckets:
         tag.flush()
         return True
 
+    async def refresh(self, keys: Sequence[bytes]) -> None:
+        """Do nothing: a strict node knows no bucket."""
+
     async def reset(self, keys: Sequence[bytes], rules: Sequence[Limit]) -> None:
         """Reset buckets to full.
 

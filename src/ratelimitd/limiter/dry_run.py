@@ -38,7 +38,9 @@ class DryRun:
         self._limiter: Final = limiter
 
     async def explain(self, check: Check) -> Explained:
-        """Return the answer that a check would get as a peek, and every rule considered for it.
+        """Return the answer that a check would get, and every rule considered for it.
+
+        If nodes share the buckets, the node first renews what it knows of them.
 
         Raises:
             CheckInvalidError: as :meth:`ratelimitd.limiter.limiter.Limiter.check`.
@@ -85,6 +87,8 @@ class DryRun:
         limiter, scope = self._limiter, scope.at(now_us)
         scopes = scope.several or (scope,)
         charges = charges_of(identifiers_of(check), scope)
+        if limiter.shared is not None:
+            await limiter.shared.refresh([key for key, _, _ in charges])
         ahead_ms = limiter.ahead_ms(check, charges, now_us)
         charges = proceeding_later(charges, ahead_ms) if ahead_ms else charges
         costs = [check.cost] * len(charges)

@@ -71,6 +71,9 @@ class RemoteBuckets(Buckets, Protocol):
         breaker is open and denies.
         """
 
+    async def refresh(self, keys: Sequence[bytes]) -> None:
+        """Renew what the node knows of the buckets of ``keys``, as far as the shared state answers."""
+
     async def reset(self, keys: Sequence[bytes], rules: Sequence[Limit]) -> None:
         """Reset the buckets of ``keys``, each with its limit, on every node.
 

@@ -951,3 +951,51 @@ class TestEviction:
         world.settle()
         assert world.at_once(b"a") is None
         assert world.check(b"a")[:2] == (True, RULE.limit - 101)
+
+
+class TestRefresh:
+    """What a node knows of a bucket, when another node has spent from it."""
+
+    async def renewed(self, world, mode="up"):
+        world.store.mode = mode
+        task = asyncio.create_task(world.buckets.refresh([b"a"]))
+        await asyncio.sleep(0)
+        world.run(SECOND)
+        await task
+
+    async def test_a_bucket_in_use_is_read(self, world):
+        world.know()
+        world.store.spend(b"a", RULE, 900, world.clock.now_us())
+        assert world.peek()[1] == 999
+        await self.renewed(world)
+        assert world.peek()[1] == 99
+
+    async def test_the_next_check_of_a_packed_bucket_is_decided_by_the_store(self, world):
+        world.know()
+        world.pack()
+        world.store.spend(b"a", RULE, 900, world.clock.now_us())
+        await self.renewed(world)
+        assert world.peek() is None
+        assert world.check(cost=1)[1] == 99
+
+    async def test_a_failed_read_leaves_the_view(self, world):
+        world.know()
+        await self.renewed(world, "down")
+        assert world.peek()[1] == 999
+
+    async def test_a_caller_that_leaves_is_no_error(self, world):
+        world.know()
+        task = asyncio.create_task(world.buckets.refresh([b"a"]))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        world.run(SECOND)
+        assert world.peek()[1] == 999
+
+    async def test_a_server_with_an_open_breaker_is_not_asked(self):
+        world = World(decides_alone=True)
+        world.know()
+        world.open_breaker()
+        await self.renewed(world)
+        assert world.store.asked("read") == []
+        assert world.peek()[1] == 999

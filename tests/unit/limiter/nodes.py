@@ -109,7 +109,7 @@ class FakeSharedBuckets:
     """Decides nothing locally unless ``at_once`` is set: each check waits for the next one of ``answers``."""
 
     def __init__(self):
-        self.asked, self.resets, self.answers = [], [], []
+        self.asked, self.resets, self.refreshed, self.answers = [], [], [], []
         self.at_once = None
         self.reset_error = None
         self.acknowledges = asyncio.Event()
@@ -150,6 +150,9 @@ class FakeSharedBuckets:
     @staticmethod
     async def _all(answers):
         return [await answer for answer in answers]
+
+    async def refresh(self, keys):
+        self.refreshed += keys
 
     async def reset(self, keys, rules):
         if self.reset_error is not None:

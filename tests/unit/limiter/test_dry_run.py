@@ -91,6 +91,12 @@ class TestExplaining:
         assert (node.stats.allowed_total, node.stats.blocked_total) == (0, 0)
         assert [peek for *_, peek in node.shared.asked] == [True, True]
 
+    async def test_what_a_node_knows_of_shared_buckets_is_renewed_first(self):
+        node = Sharing(ORDERS, replace(ORDERS, id="overall", endpoint="**"))
+        node.shared.at_once = GRANTED
+        await node.dry_run.explain(check_of())
+        assert [key[:3] for key in node.shared.refreshed] == [b"ada", b"ada"]
+
     async def test_an_unreachable_shared_state_is_an_error(self):
         node = Sharing(ORDERS)
         node.shared.answers.append(AWAY)
