@@ -129,12 +129,12 @@ class Bucket:
         tag: its partition of the store.
         view: the node's view of it.
         is_dirty: has unsettled spends that no batch contains.
-        is_denied: a check was denied since the last background read.
+        is_watched: a check was denied, or was a peek, since the last background read.
         is_queued: is read again in the background.
         is_cached: is in the cache, by its key; otherwise it exists until it is settled.
     """
 
-    __slots__ = ("is_cached", "is_denied", "is_dirty", "is_queued", "key", "name", "tag", "view")
+    __slots__ = ("is_cached", "is_dirty", "is_queued", "is_watched", "key", "name", "tag", "view")
 
     def __init__(  # noqa: PLR0917 - called for every miss
         self, key: bytes, name: bytes, tag: Partition, rule: Limit, base: SharedState | None
@@ -143,7 +143,7 @@ class Bucket:
         self.name = name
         self.tag = tag
         self.view = tag.make_view(rule, base)
-        self.is_dirty = self.is_denied = self.is_queued = self.is_cached = False
+        self.is_dirty = self.is_watched = self.is_queued = self.is_cached = False
 
     @property
     def is_settled(self) -> bool:

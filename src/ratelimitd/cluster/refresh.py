@@ -1,6 +1,7 @@
-"""Refreshes the views of buckets in use: adopts states of the store and of other nodes, and re-reads denied buckets.
+"""Refreshes the views of buckets in use: adopts states of the store and of other nodes, and re-reads watched buckets.
 
-A view that denies does not ask the store, and messages of other nodes may be lost; hence the periodic reads.
+A view that denies, or answers peeks, settles nothing, and other nodes announce only that half is used up, in messages
+that may be lost; hence the periodic reads.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PAUSES_US: Final = (100_000, 300_000, 700_000, 1_000_000)
 """Pauses between two reads of a bucket; the last one repeats."""
 
 MAX_BUCKETS: Final = 100_000
-"""Limit of denied buckets that are re-read in the background; others join when there is room."""
+"""Limit of watched buckets that are re-read in the background; others join when there is room."""
 
 
 class _Read(NamedTuple):
@@ -43,7 +44,7 @@ class _Read(NamedTuple):
 
 
 class RefreshQueue:
-    """The denied buckets of a node, in order of their next read. ``now_us`` is monotonic."""
+    """The watched buckets of a node, in order of their next read. ``now_us`` is monotonic."""
 
     def __init__(self) -> None:
         self._queues = tuple(deque[_Read]() for _ in PAUSES_US)
@@ -52,19 +53,19 @@ class RefreshQueue:
     def __len__(self) -> int:
         return self._count
 
-    def denied(self, bucket: Bucket, now_us: int) -> None:
-        """Queue a bucket on its first denial since it was last read."""
+    def watch(self, bucket: Bucket, now_us: int) -> None:
+        """Queue a bucket on its first denial or peek since it was last read."""
         if not bucket.is_queued:
             if self._count >= MAX_BUCKETS:
-                return  # its next denial tries again
+                return  # the next denial or peek tries again
             bucket.is_queued = True
             self.schedule(bucket, 0, now_us)
-        bucket.is_denied = True
+        bucket.is_watched = True
 
     def due(self, now_us: int, most: int) -> list[tuple[Bucket, int]]:
         """Return the next buckets to read, with their reads without a change so far; pass each to :meth:`schedule`.
 
-        A bucket without a denial since its last read is dropped.
+        A bucket without a denial or a peek since its last read is dropped.
         """
         reads: list[tuple[Bucket, int]] = []
         for queue in self._queues:
@@ -73,8 +74,8 @@ class RefreshQueue:
                 most -= 1
                 _, times, bucket = queue.popleft()
                 self._count -= 1
-                if bucket.is_denied:
-                    bucket.is_denied = False
+                if bucket.is_watched:
+                    bucket.is_watched = False
                     reads.append((bucket, times))
                 else:
                     bucket.is_queued = False
@@ -177,7 +178,7 @@ class Refresh:
         self._unsynced_tags = self._trusted_tags = len(self._tags)
 
     def step(self) -> None:
-        """Do the periodic work in small steps: pack idle buckets, re-read stale and denied ones."""
+        """Do the periodic work in small steps: pack idle buckets, re-read stale and watched ones."""
         now_us = self._clock.monotonic_us()
         for name, due_us in tuple(islice(self._unread.items(), REREADS_PER_STEP)):
             if due_us > now_us:

@@ -148,6 +148,8 @@ class SharedBuckets:
             self._note_rule(bucket, rule)
         if bucket.tag.server.is_open and not self._decides_alone:
             raise bucket.tag.server.open_error()
+        if not bucket.is_watched:
+            self._refresh.queue.watch(bucket, self._clock.monotonic_us())
         return bucket.view.peek(now_us, cost)
 
     def wait(
@@ -261,6 +263,8 @@ class SharedBuckets:
             part.outcome = error = bucket.tag.server.open_error()
             return error
         if check.peek:
+            if not bucket.is_watched:
+                self._refresh.queue.watch(bucket, self._clock.monotonic_us())
             return part.peek(view, now_us)
         if bucket.tag.server.is_open:
             return part.reserve_alone(view, now_us)
@@ -360,8 +364,8 @@ class SharedBuckets:
             self._in_use(bucket, key)
         if is_noteworthy and outcome[0]:
             self._gossip.settled(bucket, None)
-        elif is_noteworthy and not bucket.is_denied:
-            self._refresh.queue.denied(bucket, self._clock.monotonic_us())
+        elif is_noteworthy and not bucket.is_watched:
+            self._refresh.queue.watch(bucket, self._clock.monotonic_us())
         self._decide_each(bucket, checks[1:])
 
     def _decide_by_stale(self, bucket: Bucket, checks: Sequence[PendingCheck]) -> None:
@@ -508,8 +512,8 @@ class SharedBuckets:
         """Handle a check that was denied (an outcome), or that the view cannot decide (``None``)."""
         if outcome is None:
             return None
-        if not bucket.is_denied and outcome[4] is not COST_EXCEEDS_LIMIT:
-            self._refresh.queue.denied(bucket, self._clock.monotonic_us())
+        if not bucket.is_watched and outcome[4] is not COST_EXCEEDS_LIMIT:
+            self._refresh.queue.watch(bucket, self._clock.monotonic_us())
         if bucket.view.has_newer_limit and not bucket.is_dirty:
             # Nothing is spent, so no other batch would carry the new limit to the store.
             bucket.tag.touch(bucket)

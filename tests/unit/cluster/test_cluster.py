@@ -231,9 +231,9 @@ class TestMessages:
 
     async def test_many_gaps_cause_one_resync_a_second(self, scene):
         scene.spend()
-        known, reads = len(scene.store.asked("read")), []
+        decide, known, reads = DECIDE[RULE.algorithm], len(scene.store.asked("read")), []
         for _ in range(3 * STEPS):
-            scene.spend()
+            scene.cluster.buckets.apply(b"a", RULE, decide, scene.clock.now_us(), 1)
             scene.cluster.resync()
             scene.cluster.sync_step()
             scene.answer()

@@ -106,7 +106,7 @@ async def test_a_denied_bucket_gets_a_view_and_is_read_again(scene):
     answer = scene.ask()
     scene.run(MS)
     assert answer.result()[4] is LIMIT_EXCEEDED
-    assert scene.cache.get(b"a").is_denied
+    assert scene.cache.get(b"a").is_watched
     assert len(scene.refresh.queue) == 1
 
 
@@ -135,6 +135,6 @@ async def test_a_watched_bucket_that_is_denied_again_is_watched_once(scene):
     scene.spent(10)
     scene.open_breaker()
     scene.at_once()
-    scene.refresh.queue.denied(scene.cache.get(b"a"), 0)
+    scene.refresh.queue.watch(scene.cache.get(b"a"), 0)
     held.answer()
     assert len(scene.refresh.queue) == 1

@@ -10,7 +10,7 @@ from ratelimitd.cluster.joint_checks import JointCheck
 from ratelimitd.errors import BreakerOpenError, StoreUnavailableError
 from ratelimitd.ledger import local_view
 from ratelimitd.model import US_PER_S, Algorithm, Enforcement
-from tests.unit.cluster.world import MS, World, limited, name_of
+from tests.unit.cluster.world import MS, World, limited, name_of, unwatch
 
 USER = limited(100)
 TENANT = limited(100)
@@ -62,6 +62,7 @@ class Scene(World):
         self.run(2 * MS)
         for key in keys:
             self.peek(bytes([key]), rule=self.RULES[bytes([key])])
+        unwatch(self.refresh.queue)
 
     def others_spend(self, key, tokens):
         """Spend on another node, and notify this one."""
@@ -124,6 +125,13 @@ async def test_a_denied_bucket_is_queued_for_refresh(scene):
     scene.others_spend(b"t", 100)
     scene.all_at_once()
     assert len(scene.refresh.queue) == 1
+
+
+async def test_each_bucket_of_a_peek_is_queued_for_refresh_once(scene):
+    scene.know_all()
+    for _ in range(2):
+        scene.peek_all()
+    assert len(scene.refresh.queue) == 2
 
 
 async def test_unknown_buckets_are_requested_together_and_the_check_waits_for_all(scene):

@@ -24,8 +24,8 @@ class Denials:
     def run(self, us, has_changed=lambda _us: False, is_denied=lambda _us: True):
         until_us = self.now_us + us
         while self.now_us < until_us:
-            if is_denied(self.now_us) and not self.bucket.is_denied:
-                self.rereading.denied(self.bucket, self.now_us)
+            if is_denied(self.now_us) and not self.bucket.is_watched:
+                self.rereading.watch(self.bucket, self.now_us)
             for bucket, times in self.rereading.due(self.now_us, 10):
                 self.looks.append(self.now_us // MS)
                 again = 0 if has_changed(self.now_us) else times + 1
@@ -57,7 +57,7 @@ def test_a_bucket_without_new_denials_is_dropped_and_can_be_queued_again(rereadi
 def test_a_bucket_is_watched_once_despite_many_denials(rereading):
     bucket = a_bucket()
     for now_us in range(3):
-        rereading.denied(bucket, now_us)
+        rereading.watch(bucket, now_us)
     assert len(rereading) == 1
     assert rereading.due(SECOND, 10) == [(bucket, 0)]
 
@@ -65,7 +65,7 @@ def test_a_bucket_is_watched_once_despite_many_denials(rereading):
 def test_due_returns_at_most_the_requested_number_and_keeps_the_rest(rereading):
     buckets = [a_bucket(b"%d" % number) for number in range(5)]
     for bucket in buckets:
-        rereading.denied(bucket, 0)
+        rereading.watch(bucket, 0)
     assert rereading.due(SECOND, 0) == []
     looks = [rereading.due(SECOND, 2) for _ in range(4)]
     assert [len(some) for some in looks] == [2, 2, 1, 0]
@@ -75,8 +75,8 @@ def test_due_returns_at_most_the_requested_number_and_keeps_the_rest(rereading):
 def test_a_step_skips_at_most_as_many_buckets_as_it_may_read(rereading):
     buckets = [a_bucket(b"%d" % number) for number in range(5)]
     for bucket in buckets:
-        rereading.denied(bucket, 0)
-        bucket.is_denied = bucket is buckets[4]  # the others were read for another reason
+        rereading.watch(bucket, 0)
+        bucket.is_watched = bucket is buckets[4]  # the others were read for another reason
     assert [len(rereading.due(SECOND, 2)) for _ in range(3)] == [0, 0, 1]
 
 
@@ -85,7 +85,7 @@ def test_the_number_of_watched_buckets_is_bounded(rereading, monkeypatch):
     monkeypatch.setattr(rereading_module, "MAX_BUCKETS", 2)
     buckets = [a_bucket(b"%d" % number) for number in range(3)]
     for bucket in buckets:
-        rereading.denied(bucket, 0)
+        rereading.watch(bucket, 0)
     assert len(rereading) == 2
     assert [bucket.is_queued for bucket in buckets] == [True, True, False]
-    assert not buckets[2].is_denied  # its next denial tries again
+    assert not buckets[2].is_watched  # its next denial tries again

@@ -863,6 +863,22 @@ class TestDenials:
             world.run(10 * MS)
         return reads
 
+    async def test_a_bucket_that_is_peeked_at_is_read_at_growing_intervals(
+        self, world, monkeypatch
+    ):
+        world.know()
+        monkeypatch.setattr(world, "at_once", world.peek)
+        assert self.reads_while_denied(world, 4 * SECOND) == [100, 410, 1_120, 2_130, 3_140]
+
+    async def test_a_peek_of_one_that_has_changed_sees_it_after_the_next_read(self, world):
+        world.know()
+        world.store.spend(b"a", RULE, 900, world.clock.now_us())
+        assert world.peek()[1] == 999
+        world.run(SECOND)
+        world.refresh.step()
+        world.run(2 * MS)
+        assert world.peek()[1] == 99
+
     async def test_a_denied_bucket_is_read_at_growing_intervals(self):
         world = World(TEN)
         world.store.spend(b"a", TEN, 10, world.clock.now_us())
