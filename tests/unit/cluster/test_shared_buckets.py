@@ -853,9 +853,12 @@ class TestResets:
 class TestDenials:
     def reads_while_denied(self, world, us, cost=1):
         """Return the times of reads, in ms, while checks stay denied."""
+        return self.reads_while(lambda: world.at_once(cost=cost), world, us)
+
+    def reads_while(self, checks, world, us):
         began_us, reads = world.clock.monotonic_us(), []
         while world.clock.monotonic_us() - began_us < us:
-            world.at_once(cost=cost)
+            checks()
             known = len(world.store.asked("read"))
             world.refresh.step()
             if len(world.store.asked("read")) > known:
@@ -863,12 +866,10 @@ class TestDenials:
             world.run(10 * MS)
         return reads
 
-    async def test_a_bucket_that_is_peeked_at_is_read_at_growing_intervals(
-        self, world, monkeypatch
-    ):
+    async def test_a_bucket_that_is_peeked_at_is_read_at_growing_intervals(self, world):
         world.know()
-        monkeypatch.setattr(world, "at_once", world.peek)
-        assert self.reads_while_denied(world, 4 * SECOND) == [100, 410, 1_120, 2_130, 3_140]
+        reads = self.reads_while(world.peek, world, 4 * SECOND)
+        assert reads == [100, 410, 1_120, 2_130, 3_140]
 
     async def test_a_peek_of_one_that_has_changed_sees_it_after_the_next_read(self, world):
         world.know()
