@@ -40,6 +40,7 @@ def test_a_silent_subscription_is_renewed_and_missed_changes_are_read(cluster):
     change_rule(cluster[0], rule_id, limit=500)
     assert node.spent(endpoint) == 60  # it got no message, and decides as before
     assert node.metric("rate_limiter_shared_state_up") == 1.0
+    until(lambda: node.metric(GAPS) > gaps, "the node knows that it missed something")
     until(lambda: node.spent(endpoint) == 0, "the node has heard of the reset")
     until(lambda: node.check(changed, peek=True).limit == 500, "the node has the changed rule")
     assert node.metric(GAPS) == gaps + 1
