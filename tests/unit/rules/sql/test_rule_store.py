@@ -248,11 +248,13 @@ async def test_audit_text_without_fields_is_read_as_none(store, behind, text):
 
 
 async def test_searches_of_the_audit_trail_leave_connections_to_others(store, monkeypatch):
-    running, finish, read = [], asyncio.Event(), sql_store.read_trail
+    running, begun, finish = [], asyncio.Event(), asyncio.Event()
+    read = sql_store.read_trail
 
     async def spied(*arguments):
         if arguments[-1] != EVERY_CHANGE:
             running.append(arguments[-1].text)
+            begun.set()
             await finish.wait()
         return await read(*arguments)
 
@@ -264,6 +266,7 @@ async def test_searches_of_the_audit_trail_leave_connections_to_others(store, mo
     ]
     [change] = await store.audit("", None, 10)
     await store.update(ID, RuleChanges(limit=20), "", "me")
+    await begun.wait()
     assert running == ["/orders"]
     finish.set()
     first, *others = await asyncio.gather(*searches)
