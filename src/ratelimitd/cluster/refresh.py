@@ -7,7 +7,7 @@ that may be lost; hence the periodic reads.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -157,15 +157,22 @@ class Refresh:
         if is_low:
             self._gossip.changed(name)
 
-    def reread(self, name: bytes) -> None:
-        """Re-read a bucket that has changed in the store; one that is packed becomes stale."""
+    def reread(self, name: bytes, done: Callable[[], None] = lambda: None) -> None:
+        """Re-read a bucket that has changed in the store, and call ``done``; one that is packed becomes stale."""
         bucket = self._tags[name[0]].bucket(name)
         if bucket is None:
             self._cache.distrust(name)
+            done()
         else:
-            self._store.read(name, bucket.view.rule, partial(self._reread_done, name))
+            self._store.read(name, bucket.view.rule, partial(self._reread_done, name, done))
 
-    def _reread_done(self, name: bytes, shared: SharedState | RateLimitdError | None) -> None:
+    def _reread_done(
+        self, name: bytes, done: Callable[[], None], shared: SharedState | RateLimitdError | None
+    ) -> None:
+        self._take_read(name, shared)
+        done()
+
+    def _take_read(self, name: bytes, shared: SharedState | RateLimitdError | None) -> None:
         if isinstance(shared, SharedState):
             # By name: it may have been packed and unpacked as another object meanwhile.
             self.adopt_by_name(name, shared)
@@ -225,5 +232,5 @@ class Refresh:
             bucket.view.end_alone()
         has_changed = bucket.view.base is not before
         if has_changed and not bucket.is_cached:  # it was packed before the answer came
-            self._reread_done(bucket.name, shared)
+            self._take_read(bucket.name, shared)
         self.queue.schedule(bucket, 0 if has_changed else times + 1, self._clock.monotonic_us())

@@ -34,13 +34,7 @@ from ratelimitd.errors import BreakerOpenError, RateLimitdError, StoreSlowError
 from ratelimitd.ledger import cold
 from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.protocol import ColdSpend
-from ratelimitd.ledger.shared_state import (
-    STORE_TIME,
-    FirstResult,
-    SharedState,
-    StoreCheck,
-    within,
-)
+from ratelimitd.ledger.shared_state import STORE_TIME, FirstResult, StoreCheck, within
 from ratelimitd.model import CONCURRENCY, COST_EXCEEDS_LIMIT, Limit, Outcome
 
 if TYPE_CHECKING:
@@ -148,8 +142,7 @@ class SharedBuckets:
             self._note_rule(bucket, rule)
         if bucket.tag.server.is_open and not self._decides_alone:
             raise bucket.tag.server.open_error()
-        if not bucket.is_watched:
-            self._refresh.queue.watch(bucket, self._clock.monotonic_us())
+        self._watch(bucket)
         return bucket.view.peek(now_us, cost)
 
     def wait(
@@ -203,33 +196,15 @@ class SharedBuckets:
     async def refresh(self, keys: Sequence[bytes]) -> None:
         """Read buckets in use, and let the store decide the next check of others; skips servers whose breaker is open.
 
-        A read that fails leaves a view as it is.
+        A read that fails leaves a view as it is; it is repeated in the background.
         """
         reads = []
         for name in map(self._stored_name, keys):
-            tag = self._tags[name[0]]
-            if tag.server.is_open:
-                continue
-            bucket = tag.bucket(name)
-            if bucket is None:
-                self._cache.distrust(name)
-                continue
-            read = self._new_future()
-            reads.append(read)
-            self._store.read(name, bucket.view.rule, partial(self._refreshed, name, read))
+            if not self._tags[name[0]].server.is_open:
+                reads.append(asyncio.Event())
+                self._refresh.reread(name, reads[-1].set)
         for read in reads:
-            await read
-
-    def _refreshed(
-        self,
-        name: bytes,
-        read: asyncio.Future[None],
-        shared: SharedState | RateLimitdError | None,
-    ) -> None:
-        if isinstance(shared, SharedState):
-            self._refresh.adopt_by_name(name, shared)
-        if not read.done():  # else the caller has left
-            read.set_result(None)
+            await read.wait()
 
     async def reset(self, keys: Sequence[bytes], rules: Sequence[Limit]) -> None:
         """Reset buckets to full, on every node.
@@ -263,8 +238,7 @@ class SharedBuckets:
             part.outcome = error = bucket.tag.server.open_error()
             return error
         if check.peek:
-            if not bucket.is_watched:
-                self._refresh.queue.watch(bucket, self._clock.monotonic_us())
+            self._watch(bucket)
             return part.peek(view, now_us)
         if bucket.tag.server.is_open:
             return part.reserve_alone(view, now_us)
@@ -364,8 +338,8 @@ class SharedBuckets:
             self._in_use(bucket, key)
         if is_noteworthy and outcome[0]:
             self._gossip.settled(bucket, None)
-        elif is_noteworthy and not bucket.is_watched:
-            self._refresh.queue.watch(bucket, self._clock.monotonic_us())
+        elif is_noteworthy:
+            self._watch(bucket)
         self._decide_each(bucket, checks[1:])
 
     def _decide_by_stale(self, bucket: Bucket, checks: Sequence[PendingCheck]) -> None:
@@ -512,12 +486,18 @@ class SharedBuckets:
         """Handle a check that was denied (an outcome), or that the view cannot decide (``None``)."""
         if outcome is None:
             return None
+        # Most denials find it watched: the call would cost them 50 ns.
         if not bucket.is_watched and outcome[4] is not COST_EXCEEDS_LIMIT:
-            self._refresh.queue.watch(bucket, self._clock.monotonic_us())
+            self._watch(bucket)
         if bucket.view.has_newer_limit and not bucket.is_dirty:
             # Nothing is spent, so no other batch would carry the new limit to the store.
             bucket.tag.touch(bucket)
         return outcome
+
+    def _watch(self, bucket: Bucket) -> None:
+        """Let a bucket be read again in the background."""
+        if not bucket.is_watched:
+            self._refresh.queue.watch(bucket, self._clock.monotonic_us())
 
     @staticmethod
     def _alone(bucket: Bucket, now_us: int, cost: int) -> Outcome:
