@@ -356,8 +356,9 @@ class Limiter:
         if scope.windows is not None:
             scope = scope.windows.at(now_us)
         own = self._own
-        judge_each = self.buckets.peek_each if peek else self.buckets.apply_each
-        if own is not None and scope.charged and not (peek or ahead_ms):
+        if own is None or peek or ahead_ms or not scope.charged:
+            judge_each = self.buckets.peek_each if peek else self.buckets.apply_each
+        else:
             charged = own.charge_each(identifiers[0], scope.charged, now_us, cost)
             if charged is not None:
                 # As :meth:`_judged` does for allowed outcomes.

@@ -52,6 +52,7 @@ _MAX_BYTES: Final = 10
 
 _KEPT_BITS: Final = 14
 _KEPT: Final = 1 << _KEPT_BITS
+_LOW_BITS: Final = _KEPT - 1
 _TWICE_KEPT: Final = _KEPT << _KEPT_BITS
 
 
@@ -60,8 +61,8 @@ def varint(number: int) -> bytes:
     if number < _KEPT:
         return KEPT[number]
     if number < _TWICE_KEPT:  # as below, without the call
-        return _CONTINUED[number & _KEPT - 1] + KEPT[number >> _KEPT_BITS]
-    return _CONTINUED[number & _KEPT - 1] + varint(number >> _KEPT_BITS)
+        return CONTINUED[number & _LOW_BITS] + KEPT[number >> _KEPT_BITS]
+    return CONTINUED[number & _LOW_BITS] + varint(number >> _KEPT_BITS)
 
 
 def read_varint(data: bytes, position: int) -> tuple[int, int]:
@@ -85,7 +86,7 @@ def _short(number: int) -> bytes:
 KEPT: Final = tuple(map(_short, range(_KEPT)))
 """Encodings of small numbers: 30 ns to look up, 300 to compute. With the next table, about 1.4 MB."""
 
-_CONTINUED: Final = tuple(
+CONTINUED: Final = tuple(
     bytes((number & _MORE - 1 | _MORE, number >> 7 | _MORE)) for number in range(_KEPT)
 )
 """The same with the continuation bit."""
