@@ -73,6 +73,7 @@ class BucketTable:
         """Buckets with holds; they are looked up before restored ones."""
         self._tick = 1
         self._uses: dict[int, int] = {}
+        """By the seconds to a full bucket, the bits of a value used at this tick: a look-up takes half their time."""
         self.callers_time = callers_time
         self._restored: RestoredBuckets | None = None
         self._entries = 0

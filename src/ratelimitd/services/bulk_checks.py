@@ -104,16 +104,18 @@ A bare tuple for the same reason as :data:`ratelimitd.model.Outcome`. ``None`` i
 which the general path answers.
 """
 
-_Parts: TypeAlias = tuple[
-    tuple[bytes, bytes], tuple[bytes, bytes, bytes], "Sequence[tuple[int, Sequence[bytes], bytes]]"
-]
-"""Constant bytes of the answers for one limit. The answer: limit, window and rule id; the limit's name. Its entry in
-``limits``: the beginning; limit and window; the bytes after the reason. Last, the entries in their order if this limit
-decides, empty if it is the only one: the place, and for an allowed check the bytes before the remaining tokens, by the
-length of those when the reset time takes ``_RESET_BYTES``, and the bytes after the reset time.
+_Within: TypeAlias = tuple[Sequence[bytes], Sequence[tuple[int, Sequence[bytes]]], bytes]
+"""Constant bytes of an answer whose limits all allow the check, if reset times take ``_RESET_BYTES``: what precedes the
+remaining tokens in the entry of the deciding limit, by their length; the places of the other limits, and the same for
+each; the end. A single limit has no entry.
 """
 
-_OF_PLAN: Final[Sequence[_Parts]] = (((b"", b""), (b"", b"", b""), ()),)
+_Parts: TypeAlias = tuple[tuple[bytes, bytes], tuple[bytes, bytes, bytes], _Within]
+"""Constant bytes of the answers for one limit. The answer: limit, window and rule id; the limit's name. Its entry in
+``limits``: the beginning; limit and window; the bytes after the reason. Last, for allowed checks it decides.
+"""
+
+_OF_PLAN: Final[Sequence[_Parts]] = (((b"", b""), (b"", b"", b""), ((), (), b"")),)
 """Placeholder for parts that depend on the identifier's plan."""
 
 
@@ -229,11 +231,7 @@ class BulkChecks:
                 # From here on it is a scope; a cast would cost every check 50 ns.
                 if parts:
                     judged = self._limiter.judge((identifier,), scope, now_us, cost)  # type: ignore[arg-type]
-                    if judged is None:
-                        add(None)
-                    else:
-                        first, decided, outcomes = judged
-                        add(self._answer_several(first, decided, outcomes, parts))
+                    add(None if judged is None else self._answer_several(judged, parts))
                     continue
                 outcome = charge(identifier, scope, now_us, cost)  # type: ignore[arg-type]
             except Exception:  # noqa: BLE001 -- the general path raises the same error and handles it
@@ -286,29 +284,41 @@ class BulkChecks:
         return found[1]
 
     def _answer_several(
-        self, first: int, outcome: Outcome, outcomes: Sequence[Outcome], parts: Sequence[_Parts]
+        self, judged: tuple[int, Outcome, Sequence[Outcome]], parts: Sequence[_Parts]
     ) -> bytes:
-        (numbers, name), _, order = parts[first]
-        allowed, remaining, reset_time, retry_after, reason, _ = outcome
-        reset = self._reset_times.get(reset_time) or self._reset(reset_time)
-        left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
-        if remaining and allowed:
-            # As in :meth:`answer`: the reason is WITHIN_LIMIT and the retry delay 0.
-            pieces = [_ALLOWED_AND_REMAINING, left, reset, _WITHIN_LIMIT, numbers]
-        else:
-            pieces = [_start(allowed, remaining), reset, _end(retry_after, reason), numbers]
+        """Encode an answer; fastest if all limits allow the check and have tokens left."""
+        first, (allowed, remaining, reset_time, _, _, _), outcomes = judged
+        _, _, (starts, others, end) = parts[first]
         resets = self._status_resets
-        for place, starts, within in order:
-            allowed, remaining, reset_time, _, _, _ = outcomes[place]
-            reset = resets.get(reset_time, b"")
-            if reset and allowed and remaining:
-                if place != first:
-                    left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
-                pieces += (starts[len(left)], left, reset, within)
+        if remaining and allowed and outcomes[first][0] and reset_time in resets:
+            # As in :meth:`answer`: the reason is WITHIN_LIMIT and the retry delay 0.
+            left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
+            reset, status_reset = self._reset_times[reset_time], resets[reset_time]
+            if not others:
+                return _ALLOWED_AND_REMAINING + left + reset + end
+            pieces = [_ALLOWED_AND_REMAINING, left, reset, starts[len(left)], left, status_reset]
+            for place, starts in others:
+                is_allowed, remaining, reset_time, _, _, _ = outcomes[place]
+                status_reset = resets.get(reset_time, b"")
+                if not (status_reset and is_allowed and remaining):
+                    break
+                left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
+                pieces += (starts[len(left)], left, status_reset)
             else:
-                pieces.append(self._status(outcomes[place], parts[place]))
-        pieces.append(name)
-        return b"".join(pieces)
+                pieces.append(end)
+                return b"".join(pieces)
+        return self._answer_any(judged, parts)
+
+    def _answer_any(
+        self, judged: tuple[int, Outcome, Sequence[Outcome]], parts: Sequence[_Parts]
+    ) -> bytes:
+        first, (allowed, remaining, reset_time, retry_after, reason, _), outcomes = judged
+        (numbers, name), _, (_, others, _) = parts[first]
+        reset = self._reset_times.get(reset_time) or self._reset(reset_time)
+        answer = _start(allowed, remaining) + reset + _end(retry_after, reason) + numbers
+        for place in (first, *[place for place, _ in others]) if others else ():
+            answer += self._status(outcomes[place], parts[place])
+        return answer + name
 
     def _status(self, outcome: Outcome, parts: _Parts) -> bytes:
         """Encode the entry of ``limits`` for one outcome."""
@@ -405,11 +415,19 @@ def _text_field(tag: bytes, text: str) -> bytes:
 
 def _parts(several: Sequence[Scope]) -> Sequence[_Parts]:
     entries = [_entry(scope) for scope in several]
-    within = [(place, *_within(entry)) for place, entry in enumerate(entries)]
+    within = [_within(entry) for entry in entries]
     parts = []
-    for scope, entry, first in zip(several, entries, within, strict=True):
-        others = [one for one in within if one is not first]
-        parts.append((_rule_part(scope), entry, (first, *others) if others else ()))
+    for first, scope in enumerate(several):
+        numbers, name = _rule_part(scope)
+        others = [place for place in range(len(several)) if place != first]
+        all_starts, before = [], _WITHIN_LIMIT + numbers
+        for place in (first, *others) if others else ():
+            starts, rest = within[place]
+            all_starts.append([before + start for start in starts])
+            before = rest
+        first_starts = all_starts.pop(0) if others else ()
+        all_within = first_starts, [*zip(others, all_starts, strict=True)], before + name
+        parts.append(((numbers, name), entries[first], all_within))
     return parts
 
 
@@ -434,7 +452,7 @@ def _within(entry: tuple[bytes, bytes, bytes]) -> tuple[Sequence[bytes], bytes]:
 
 
 def _longest(parts: _Parts) -> int:
-    rule_part, entry, _ = parts
+    rule_part, entry, *_ = parts
     return _MOST_STATUS_BYTES + sum(map(len, (*rule_part, *entry)))
 
 
