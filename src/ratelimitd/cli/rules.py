@@ -32,7 +32,7 @@ from ratelimitd.cli.output import as_dict
 from ratelimitd.model import Algorithm, IdentifierType, Period
 from ratelimitd.rules.rules_file import window_of
 from ratelimitd.rules.store import DEFAULT_ALGORITHM
-from ratelimitd.rules.validation import MAX_ANCHOR_DAY
+from ratelimitd.rules.validation import MAX_ANCHOR_DAY, is_rule_id
 from ratelimitd.settings.parsing import UNMATCHED, WHY_UNMATCHED
 from ratelimitd_client import NodeClient
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -116,8 +116,11 @@ def get(target: Target, *, rule: RuleArgument, of_type: OfTypeArgument = "") -> 
       ratelimitd rules get 6f2c1d9e-0b4a-4f58-9d3e-2a7b8c9d0e1f --json
     """
     with target.client() as client:
-        rule_id, endpoint = ("", rule) if of_type else (rule, "")
-        found = client.rule(rule_id, endpoint=endpoint, identifier_type=of_type)
+        found = (
+            client.rule(endpoint=rule, identifier_type=of_type)
+            if of_type
+            else client.rule(_id_of(client, rule, ""))
+        )
     if target.output.as_json:
         target.output.message(found)
     else:
@@ -391,6 +394,8 @@ def _print_new_revision(client: NodeClient, target: Target) -> Iterator[None]:
 def _id_of(client: NodeClient, rule: str, identifier_type: str) -> str:
     """Return the id of a rule given by its id, or by its endpoint and identifier type."""
     if not identifier_type:
+        # Else the node would refuse an endpoint as an id that is no UUID.
+        demand(is_rule_id(rule), f"{rule} is not the id of a rule: after an endpoint name the TYPE")
         return rule
     listed = client.rules(endpoint=rule, identifier_type=identifier_type)
     # An empty endpoint lists all.

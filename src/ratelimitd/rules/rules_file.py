@@ -388,6 +388,8 @@ def _duplicates(drafts: Iterable[RuleDraft | None]) -> Iterator[FieldViolation]:
 def _unknown(name: str, known: Iterable[str]) -> str:
     if name == "etag":
         return "the node sets the etag, which changes with every edit: leave it out"
+    if name in LIMIT_TYPES and name not in known:
+        return "is a field of a limit: write the rule's limits as a list under limits"
     # A longer name is no misspelt one, and takes 0.3 ms to compare.
     close = difflib.get_close_matches(name[:MAX_QUOTED_CHARS], known, n=1)
     return "unknown field" + (f" (did you mean {close[0]}?)" if close else "")

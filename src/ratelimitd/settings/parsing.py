@@ -238,7 +238,8 @@ def identifier_types(text: str) -> tuple[str, ...]:
     all_types = (*found, *IdentifierType)
     require(
         all(map(_is_type, found)) and len({*all_types}) == len(all_types),
-        f"must be names of a-z, 0-9 and _, each once, none of {', '.join(IdentifierType)}, {EVERYBODY}",
+        f"must be names of a-z, 0-9 and _, a letter first, at most 32 characters, each once, none of"
+        f" {', '.join(IdentifierType)}, {EVERYBODY}",
     )
     return found
 

@@ -340,6 +340,17 @@ def test_rule_is_named_by_its_endpoint_and_type(ask, node):
     assert list(node.rules) == [other.id]
 
 
+@pytest.mark.parametrize(
+    "command", [("get",), ("update", "--limit", 7), ("delete",), ("promote", "x")]
+)
+def test_endpoint_without_a_type_is_refused_and_the_type_asked_for(ask, node, command):
+    rule = node.add_rule("/api")
+    name, *options = command
+    problem = "/api is not the id of a rule: after an endpoint name the TYPE"
+    assert ask("rules", name, "/api", *options) == (2, "", f"Error: {problem}\n")
+    assert node.rules == {rule.id: rule}
+
+
 @pytest.mark.parametrize("command", [("update", "--limit", 7), ("delete",), ("promote", "x")])
 @pytest.mark.parametrize("endpoint", ["/none", ""])
 def test_unknown_rule_is_reported_by_its_endpoint_and_type(ask, node, command, endpoint):

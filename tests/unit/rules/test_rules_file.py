@@ -456,6 +456,9 @@ class TestSeveralLimits:
                 "limit: the limit must be unset or equal that of limits[0] (line 4)",
             ]),
             ("    limits:\n", "    limits: []\n    x:\n", ["x: unknown field (line 6)", "limit: is missing (line 2)"]),
+            ("    limits:\n", "    burst: 20\n    limits:\n", [
+                "burst: is a field of a limit: write the rule's limits as a list under limits (line 4)",
+            ]),
         ],
     )  # fmt: skip
     def test_errors_are_reported_by_place(self, old, new, named):

@@ -106,6 +106,8 @@ def test_valid_text_is_parsed_to_a_value(parse, text, expected):
         (values.identifier_types, "tenant,tenant"),
         (values.identifier_types, "user"),
         (values.identifier_types, "all"),
+        (values.identifier_types, "9a"),
+        (values.identifier_types, "x" * 33),
         (values.identifier_keys, "ip=ip,ip=user"),
         (values.address, "9090"),
         (values.address, ":9090"),
