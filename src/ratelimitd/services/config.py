@@ -59,14 +59,17 @@ Place = tuple[str, str]
 
 
 def sealed(body: bytes, seal: Callable[[bytes], bytes]) -> str:
-    """Return a text that holds a body behind its seal of ``SEAL_BYTES``."""
-    return urlsafe_b64encode(seal(body) + body).decode().rstrip("=")
+    """Return a text that holds a body and, behind it, its seal of ``SEAL_BYTES``.
+
+    It begins as the body does: a text that began with the seal could begin with a hyphen, as options of commands do.
+    """
+    return urlsafe_b64encode(body + seal(body)).decode().rstrip("=")
 
 
 def unsealed(text: bytes, seal: Callable[[bytes], bytes]) -> bytes | None:
     """Return the body of a text of :func:`sealed`; ``None`` if it was not made with this ``seal``."""
     try:
-        body = urlsafe_b64decode(text + b"=" * (-len(text) % 4))[SEAL_BYTES:]
+        body = urlsafe_b64decode(text + b"=" * (-len(text) % 4))[:-SEAL_BYTES]
     except ValueError:
         return None
     # Encoded again and compared whole, since base64 has several texts for the same bytes.

@@ -10,6 +10,7 @@ from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
 from ratelimitd.limiter.holder import HeldLimit, Holding, SettledHold
 from ratelimitd.model import Decision, Reason
+from ratelimitd.services.config import SEAL_BYTES
 from ratelimitd.services.convert import CONTRACT_IDENTITIES
 from ratelimitd.services.holds import HoldsService
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -56,10 +57,18 @@ def test_the_end_of_a_hold_cannot_pass_for_a_part_of_a_principal(maker, other, e
     hold = pb.HoldResponse.FromString(asyncio.run(service_of(maker).hold(request, None))).hold
     sealed = urlsafe_b64decode(hold + "=" * (-len(hold) % 4))
     assert settle(maker, sealed)
-    altered = sealed + ending if ending else sealed.removesuffix(b"pro")
-    assert altered != sealed
+    body, seal = sealed[:-SEAL_BYTES], sealed[-SEAL_BYTES:]
+    altered = body + ending if ending else body.removesuffix(b"pro")
+    assert altered != body
     with pytest.raises(InvalidInputError, match="hold"):
-        settle(other, altered)
+        settle(other, altered + seal)
+
+
+def test_no_hold_begins_like_an_option_of_a_command():
+    request = pb.HoldRequest(check=CHECK).SerializeToString()
+    service = service_of("a.example")
+    answers = [asyncio.run(service.hold(request, None)) for _ in range(500)]
+    assert {pb.HoldResponse.FromString(answer).hold[0] for answer in answers} == {"A"}
 
 
 def test_an_invalid_hold_counts_as_an_invalid_check():
