@@ -70,7 +70,8 @@ def decide(state: State | None, rule: Limit, now_us: int, cost: int) -> Outcome:
     cells = memoryview(state).cast("q")
     runs = len(cells) >> 1
     latest_us = cells[runs - 1]
-    at_us = max(latest_us, now_us)
+    # Comparisons, not min() and max(): a call costs 60 ns, a comparison 15. equivalent: >= assigns the value it has
+    at_us = now_us if now_us > latest_us else latest_us  # noqa: FURB136
     # Runs up to the horizon have left the window. Usually none has since the last accepted check; a probe takes 50 ns.
     horizon_us = at_us - window_us
     first = 0 if cells[0] > horizon_us else bisect_right(cells, horizon_us, 1, runs)
@@ -86,7 +87,7 @@ def decide(state: State | None, rule: Limit, now_us: int, cost: int) -> Outcome:
             rule, now_us, at_us, used + cost, oldest_us, _appended(cells, first, at_us, cost)
         )
 
-    remaining = max(limit - used, 0)  # a lowered limit may be below `used`
+    remaining = limit - used if used < limit else 0  # a lowered limit may be below `used`
     reset_us = at_us
     if used:
         newest_us = latest_us
@@ -103,7 +104,9 @@ def decide(state: State | None, rule: Limit, now_us: int, cost: int) -> Outcome:
     if cells[place] < too_many:
         leaving = bisect_left(cells, too_many, place + 1) - runs - 1
     retry_after = -(-(cells[leaving] + window_us - now_us) // US_PER_S)
-    return (DENIED, remaining, reset_time, min(retry_after, INT32_MAX), LIMIT_EXCEEDED, state)
+    if retry_after > INT32_MAX:  # noqa: PLR1730 - equivalent: >= assigns the value it has
+        retry_after = INT32_MAX
+    return (DENIED, remaining, reset_time, retry_after, LIMIT_EXCEEDED, state)
 
 
 def entered(state: State | None, rule: Limit, runs: Sequence[tuple[int, int]]) -> State:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, nlargest
@@ -126,6 +127,14 @@ class _OfIdentity:
     longest_us: int = 0
 
 
+@dataclass(slots=True)
+class _DeniedBy:
+    """Denials by one limit."""
+
+    checks: int = 0
+    identities: set[bytes] = field(default_factory=set)
+
+
 def backtest(trace: Trace, rules: Sequence[Rule], retries: Retries = Retries.NONE) -> Report:
     """Replay a trace with these rules."""
     run = _Backtest(trace, rules, retries)
@@ -179,7 +188,7 @@ class _Backtest:
         self._first_us, self._span_us = trace.first_us, trace.last_us - trace.first_us + 1
         self._kinds = [_OfKind() for _ in trace.kinds]
         self._identities: dict[bytes, _OfIdentity] = {}
-        self._limits: dict[tuple[str, str, str], tuple[list[int], set[bytes]]] = {}
+        self._limits: defaultdict[tuple[str, str, str], _DeniedBy] = defaultdict(_DeniedBy)
         self._pauses_us = array("q")
         self._bins = [[0, 0] for _ in range(BINS)]
         self._newly_denied = self._newly_allowed = self._retried = self._allowed_later = 0
@@ -224,12 +233,16 @@ class _Backtest:
         of_kind.denied += 1
         found.denied += 1
         at[1] += 1
-        of_kind.since.setdefault(identity, [at_us, at_us])[1] = at_us
+        since = of_kind.since.get(identity)
+        if since is None:
+            of_kind.since[identity] = [at_us, at_us]
+        else:
+            since[1] = at_us
         rule, limit, plan = self.replayer.limit_of(check, judged)
         if rule is not None and limit is not None:
-            count, denied = self._limits.setdefault((rule.id, limit.name, plan), ([0], set()))
-            count[0] += 1
-            denied.add(identity)
+            denied_by = self._limits[rule.id, limit.name, plan]
+            denied_by.checks += 1
+            denied_by.identities.add(identity)
         if self._retries is not Retries.NONE:
             self._retry(at_us, 0, check, judged)
 
@@ -331,8 +344,13 @@ class _Backtest:
         )
 
     def _of_limit(self, scope: Scope, identities: int, sparing: int) -> OfLimit:
-        key = scope.rule.id, scope.rule_limit.name, scope.plan
-        count, denied = self._limits.get(key, ([0], set()))
+        by = self._limits[scope.rule.id, scope.rule_limit.name, scope.plan]
         return OfLimit(
-            scope.rule, scope.rule_limit, scope.plan, count[0], identities, len(denied), sparing
+            scope.rule,
+            scope.rule_limit,
+            scope.plan,
+            by.checks,
+            identities,
+            len(by.identities),
+            sparing,
         )
