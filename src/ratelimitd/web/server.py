@@ -22,7 +22,7 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER, FlowControl
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from ratelimitd.errors import StartupError
@@ -138,6 +138,9 @@ KEEP_ALIVE_S: Final = 5
 STOP_GRACE_S: Final = 1.0
 """Longest wait of a stopping server for answers in progress."""
 
+IDLE_GRACE_S: Final = 0.5
+"""Its wait for the last request of an idle connection, which may be on its way; delays the stop by as much."""
+
 STOP_POLL_S: Final = 0.01
 """Interval of its checks."""
 
@@ -160,6 +163,9 @@ BACKLOG: Final = 1_024
 
 class _ServerState(ServerState):
     """What the connections share, with their turns at received events."""
+
+    is_over = False
+    """The server's time is over: an answer that has not begun says that it is the last of its connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +195,7 @@ class HttpServer(uvicorn.Server):
                 timeout_keep_alive=KEEP_ALIVE_S,
             )
         )
-        self.server_state = _ServerState()
+        self.server_state: _ServerState = _ServerState()
         self._address = host, port
         self._path: Path | None = None
         self._socket: socket.socket | None = None
@@ -285,28 +291,41 @@ class HttpServer(uvicorn.Server):
                     await self._stopped.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
-        """Let short answers end, and cut off others.
+        """Let short answers end and idle connections send a last request, and cut off others.
 
-        uvicorn's own logs a traceback of each that it cuts off, and its caller closes the sockets.
+        uvicorn's own closes idle connections at once, and so loses requests that are on their way. It logs a traceback
+        of each answer that it cuts off, and its caller closes the sockets.
         """
         state = self.server_state
         for server in self.servers:
             server.close()
         if self._acceptor is not None:
             await self._acceptor.close()
-        for connection in [*state.connections]:
-            connection.shutdown()
+        state.is_over = True
+        for connection in self._connections:
+            connection.announce_end()
+        closing_idle = asyncio.get_running_loop().call_later(IDLE_GRACE_S, self._close_idle)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_GRACE_S):
                 while state.connections or state.tasks:  # noqa: ASYNC110 -- uvicorn keeps two sets
                     await asyncio.sleep(STOP_POLL_S)
-        for connection in [*state.connections]:
+        closing_idle.cancel()
+        for connection in self._connections:
             connection.transport.abort()
         await asyncio.sleep(0)  # now they know that they are gone
         if left := [*state.tasks]:
             for task in left:
                 task.cancel()
             await asyncio.wait(left, timeout=STOP_GRACE_S)
+
+    @property
+    def _connections(self) -> list[BoundedProtocol]:
+        return cast("list[BoundedProtocol]", [*self.server_state.connections])
+
+    def _close_idle(self) -> None:
+        for connection in self._connections:
+            if not connection.transport.is_closing():
+                connection.shutdown()
 
 
 async def bind(
@@ -431,8 +450,8 @@ class BoundedProtocol(H11Protocol):
         """Handle received events, at most :data:`EVENTS_PER_STEP`; the rest have to wait."""
         self.conn.events_left = EVENTS_PER_STEP
         super().handle_events()
-        if self._is_over:
-            self._announce_end()
+        if self._is_over or self.server_state.is_over:
+            self.announce_end()
         if self.transport.is_closing():
             return
         if not self.conn.events_left:
@@ -499,15 +518,18 @@ class BoundedProtocol(H11Protocol):
             return
         # To close between two requests would lose one that is on its way. An idle connection ends after KEEP_ALIVE_S.
         self._is_over = True
-        self._announce_end()
+        self.announce_end()
 
-    def _announce_end(self) -> None:
+    def announce_end(self) -> None:
         """Close after the answer in progress, if there is one, and say so in its head."""
-        if self.cycle.response_complete:
+        cycle = cast(
+            "RequestResponseCycle | None", self.cycle
+        )  # before its first request it has none
+        if cycle is None or cycle.response_complete:
             return
-        self.cycle.keep_alive = False
-        if not self.cycle.response_started and CLOSE_HEADER not in self.cycle.default_headers:
-            self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
+        cycle.keep_alive = False
+        if not cycle.response_started and CLOSE_HEADER not in cycle.default_headers:
+            cycle.default_headers = [*cycle.default_headers, CLOSE_HEADER]
 
     def _streams(self) -> bool:
         """Return whether it is reading a stream of events."""

@@ -182,6 +182,45 @@ async def test_stop_lets_a_nearly_complete_answer_finish(listening):
     assert (await reader.read()).endswith(b"hello")
 
 
+async def test_request_on_its_way_to_a_stopping_server_is_answered_and_told_that_it_is_the_last(
+    listening, connections, monkeypatch
+):
+    monkeypatch.setattr(web_server, "IDLE_GRACE_S", 60.0)
+    monkeypatch.setattr(web_server, "STOP_GRACE_S", 60.0)
+    address = await listening()
+    used, writer = await talk(address)
+    await used.readuntil(b"hello")
+    fresh, first = await talk(address, b"")
+    while len(connections) < 2:  # noqa: ASYNC110 -- of a real socket
+        await asyncio.sleep(0)
+    stopping = asyncio.create_task(listening.server.stop())
+    while not listening.server.server_state.is_over:  # noqa: ASYNC110 -- its own task stops it
+        await asyncio.sleep(0)
+    for reader, last in ((used, writer), (fresh, first)):
+        last.write(REQUEST)
+        answer = await reader.read()
+        assert b" 200 " in answer
+        assert answer.lower().count(b"connection: close") == 1
+    await stopping
+
+
+async def test_connection_that_stays_idle_is_closed_before_a_slow_answer_is_cut_off(
+    listening, monkeypatch
+):
+    monkeypatch.setattr(web_server, "IDLE_GRACE_S", 0.0)
+    monkeypatch.setattr(web_server, "STOP_GRACE_S", 60.0)
+    slow = Slow()
+    address = await listening(slow)
+    in_progress, _ = await talk(address)
+    await slow.began.wait()
+    idle, _ = await talk(address, b"GET / HT")
+    stopping = asyncio.create_task(listening.server.stop())
+    assert await closed_by_server(idle)
+    slow.may_go_on.set()
+    assert (await in_progress.read()).endswith(b"hello")
+    await stopping
+
+
 async def test_answer_cancelled_otherwise_is_logged(listening, caplog):
     async def cancelled(_scope, _receive, _send):
         raise asyncio.CancelledError
