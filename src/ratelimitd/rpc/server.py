@@ -378,6 +378,10 @@ class NativeServer:
         self._closed = True
         if self._acceptor is not None:
             await self._acceptor.close()
+            for connection in self._connections.keys() - self._acceptor.places:
+                connection.connection_lost(
+                    None
+                )  # closed with its handshake, which uvloop does not tell it
         for connection in list(self._connections):
             connection.go_away()
 
@@ -404,12 +408,14 @@ class NativeServer:
     # What connections need
 
     def joined(self, connection: NativeConnection) -> bool:
-        """Register a connection; false if the server has closed."""
+        """Register a connection, unless the server has closed; return whether it is registered."""
+        if self._closed:
+            return False
         self._connections[connection] = self._joined_total % TICKS_PER_LOOK
         self._joined_total += 1
         self.shared.connections = len(self._connections)
         self._none_left.clear()
-        return not self._closed
+        return True
 
     def left(self, connection: NativeConnection) -> None:
         """Remove a closed connection."""

@@ -107,6 +107,22 @@ async def test_a_peer_that_keeps_sending_can_read_a_large_answer():
     assert answered[-1].flags & END_STREAM
 
 
+@pytest.mark.parametrize("iterations", range(8))
+def test_a_connection_that_comes_while_the_server_stops_does_not_keep_it_from_ending(
+    running, iterations
+):
+    async def scenario():
+        async with Serving() as serving:
+            host, _, port = serving.address.rpartition(":")
+            with socket.create_connection((host, int(port))):
+                for _ in range(iterations):
+                    await asyncio.sleep(0)
+                await asyncio.wait_for(serving.server.stop(0), 10)
+                assert serving.server.in_progress.connections == 0
+
+    running(scenario)
+
+
 async def test_connections_beyond_the_bound_are_dropped_and_counted():
     async with Serving(max_connections=1) as serving:
         first = await serving.connected(call("/"))
