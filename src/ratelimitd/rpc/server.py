@@ -379,9 +379,8 @@ class NativeServer:
         if self._acceptor is not None:
             await self._acceptor.close()
             for connection in self._connections.keys() - self._acceptor.places:
-                connection.connection_lost(
-                    None
-                )  # closed with its handshake, which uvloop does not tell it
+                # It was closed with its handshake, which uvloop does not tell it.
+                connection.connection_lost(None)
         for connection in list(self._connections):
             connection.go_away()
 

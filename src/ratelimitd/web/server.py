@@ -522,9 +522,8 @@ class BoundedProtocol(H11Protocol):
 
     def announce_end(self) -> None:
         """Close after the answer in progress, if there is one, and say so in its head."""
-        cycle = cast(
-            "RequestResponseCycle | None", self.cycle
-        )  # before its first request it has none
+        # Before its first request a connection has none.
+        cycle = cast("RequestResponseCycle | None", self.cycle)
         if cycle is None or cycle.response_complete:
             return
         cycle.keep_alive = False
