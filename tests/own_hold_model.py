@@ -77,7 +77,7 @@ class ModelBucket:
         if limit.algorithm is Algorithm.TOKEN_BUCKET:
             return at + spent * limit.window_seconds / limit.limit
         if limit.algorithm is Algorithm.FIXED_WINDOW:
-            return (at // limit.window_seconds + 1) * limit.window_seconds
+            return window_after(at, limit, spent)
         return (
             at
             if not spent
@@ -85,12 +85,12 @@ class ModelBucket:
         )
 
     def free_at(self, at, limit, cost):
-        """When ``cost`` tokens are there; of a fixed window, when the next one begins."""
+        """When ``cost`` tokens are there; of a fixed window, when a later one begins."""
         if limit.algorithm is Algorithm.TOKEN_BUCKET:
             lacking = self.spent(at, limit) + cost - limit.capacity
             return at + lacking * limit.window_seconds / limit.limit
         if limit.algorithm is Algorithm.FIXED_WINDOW:
-            return (at // limit.window_seconds + 1) * limit.window_seconds
+            return window_after(at, limit, self.spent(at, limit) + cost - limit.limit)
         leave_at = sorted(one.at + limit.window_seconds for one in self.charges if one.tokens)
         return next(
             then for then in leave_at if then > at and self.spent(then, limit) + cost <= limit.limit
@@ -111,6 +111,12 @@ class ModelBucket:
 
 def changes_numbers(before, after):
     return (before.limit, before.capacity) != (after.limit, after.capacity)
+
+
+def window_after(at, limit, lacking):
+    """Return the start of the window by which at least one window, and ``lacking`` tokens, have come."""
+    windows = max(1, math.ceil(lacking / limit.limit))
+    return (at // limit.window_seconds + windows) * limit.window_seconds
 
 
 def refill(limit, start, end):

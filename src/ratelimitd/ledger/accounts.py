@@ -12,7 +12,17 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from ratelimitd.algorithms import Decide, fixed_window, sliding_window, token_bucket
-from ratelimitd.model import Algorithm, Limit, Outcome
+from ratelimitd.model import (
+    INT32_MAX,
+    LIMIT_EXCEEDED,
+    MAX_TIME_US,
+    Algorithm,
+    Limit,
+    Outcome,
+)
+
+LEAST_CALENDAR_S: Final = 1 << 30
+"""A fixed window of at least this length is that of a calendar, or of decades: no later window pays its overdraft."""
 
 Run: TypeAlias = tuple[int, int]
 """(time in µs, tokens allowed at that time)."""
@@ -172,7 +182,11 @@ class FixedWindowAccount:
         opened = _opened(state, rule, now_us)
         outcome = fixed_window.decide(opened, rule, now_us, cost)
         if not outcome[0]:
-            return (*outcome[:5], state)
+            overdrawn = opened[0] > rule.limit and rule.window_seconds < LEAST_CALENDAR_S
+            return (
+                *(_paid_off(outcome, opened[0], rule, cost) if overdrawn else outcome)[:5],
+                state,
+            )
         count, latest_us = outcome[5]  # type: ignore[misc]  # of a fixed window it is such a pair
         return (*outcome[:5], _closed(count, latest_us, opened[2]))
 
@@ -240,6 +254,17 @@ def _opened(state: tuple[int, ...] | None, rule: Limit, at_us: int) -> tuple[int
         return count, latest_us, state[2] if len(state) > 2 else 0  # noqa: PLR2004
     before = max(0, count - (windows - 1) * rule.limit)
     return max(0, before - rule.limit), at_us, before
+
+
+def _paid_off(outcome: Outcome, count: int, rule: Limit, cost: int) -> Outcome:
+    """Return the denial of an overdrawn window with the times at which later windows have paid the debt off."""
+    allowed, remaining, reset_time, retry_after, reason, state = outcome
+    windows_to_full = (count - 1) // rule.limit
+    reset_time = min(reset_time + windows_to_full * rule.window_seconds, MAX_TIME_US)
+    if reason is LIMIT_EXCEEDED:
+        windows_to_pass = (count + cost - 1) // rule.limit - 1
+        retry_after = min(retry_after + windows_to_pass * rule.window_seconds, INT32_MAX)
+    return (allowed, remaining, reset_time, retry_after, reason, state)
 
 
 def _closed(count: int, latest_us: int, before: int) -> tuple[int, ...]:

@@ -1,12 +1,14 @@
 """The effect of spends on buckets that may be overdrawn."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ratelimitd.algorithms import DECIDE
+from ratelimitd.algorithms.calendar_window import in_force, window_at
 from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.model import (
     COST_EXCEEDS_LIMIT,
@@ -14,6 +16,8 @@ from ratelimitd.model import (
     LIMIT_EXCEEDED,
     MAX_TIME_US,
     Algorithm,
+    Calendar,
+    Period,
 )
 from tests.outcomes import rule_of, runs_of
 
@@ -123,6 +127,33 @@ def test_the_overdraft_of_a_window_counts_in_the_next_ones():
     refused = account(WINDOW).judge(state, WINDOW, NOW + 20 * S, 7)
     assert refused == (False, 6, (NOW + 30 * S) // S, 10, LIMIT_EXCEEDED, state)
     assert account(WINDOW).charged(state, WINDOW, [(NOW + 20 * S, 3)]) == (7, NOW + 20 * S, 14)
+
+
+def test_a_denial_of_an_overdrawn_window_waits_for_the_window_that_has_paid_the_debt_off():
+    state = account(WINDOW).charged(None, WINDOW, [(NOW + S, 35)])
+    judge = partial(account(WINDOW).judge, state, WINDOW)
+    assert judge(NOW + S, 1)[1:4] == (0, NOW // S + 40, 29)
+    assert judge(NOW + S, 6)[1:4] == (0, NOW // S + 40, 39)
+    assert judge(NOW + S, 11)[2:5] == (NOW // S + 40, 10, COST_EXCEEDS_LIMIT)
+    assert judge(NOW + 12 * S, 5)[1:4] == (0, NOW // S + 40, 18)
+    assert not judge(NOW + 30 * S - 1, 5)[0]
+    assert judge(NOW + 30 * S, 5)[:2] == (True, 0)
+
+
+def test_no_later_window_pays_the_debt_of_a_calendar_window_off():
+    calendar = Calendar(Period.DAY, "UTC")
+    day = replace(WINDOW, window_seconds=86_400, calendar=calendar)
+    window = in_force(day, window_at(calendar, NOW))
+    end_s = NOW // S - NOW // S % 86_400 + 86_400
+    state = account(window).charged(None, window, [(NOW, 35)])
+    assert account(window).judge(state, window, NOW, 1)[1:4] == (0, end_s, end_s - NOW // S)
+
+
+def test_the_times_of_a_huge_debt_are_capped():
+    slow = rule_of(Algorithm.FIXED_WINDOW, 1, 2**30 - 1)
+    state = account(slow).charged(None, slow, [(NOW, INT32_MAX)])
+    outcome = account(slow).judge(state, slow, NOW, 1)
+    assert outcome[2:5] == (MAX_TIME_US, INT32_MAX, LIMIT_EXCEEDED)
 
 
 def test_late_spends_count_their_overdraft_of_the_previous_window():

@@ -82,7 +82,12 @@ local function make_fixed_window()
 
   local function judged(x, y, at_us, limit, window_us, now_us, cost)
     local count, before, time_us = in_window_of(now_us, x, y, at_us, limit, window_us)
+    local windows_to_full, windows_to_pass = 0, 0 -- beyond this one, while later windows pay off an overdraft
     if count > limit then
+      if window_us < LEAST_CALENDAR_US then
+        windows_to_full = floor((count - 1) / limit)
+        windows_to_pass = floor((count + cost - 1) / limit) - 1
+      end
       count = limit
     end
     if now_us > time_us then -- equivalent: >= assigns the value it has
@@ -99,10 +104,11 @@ local function make_fixed_window()
       end
       return true, wanted, before, time_us, limit - wanted, reset_time, retry_after, WITHIN_LIMIT
     end
+    reset_time = reset_time + windows_to_full * window_s
     if cost > limit then
       return false, x, y, at_us, limit - count, reset_time, window_s, COST_EXCEEDS_LIMIT
     end
-    local retry_after = delay(ceil((start_us - now_us) / US_PER_S) + window_s)
+    local retry_after = delay(ceil((start_us - now_us) / US_PER_S) + (1 + windows_to_pass) * window_s)
     return false, x, y, at_us, limit - count, reset_time, retry_after, LIMIT_EXCEEDED
   end
 
