@@ -245,12 +245,22 @@ class Scopes:
             if found is None:
                 plans.append("")
                 continue
-            plan, expire_time = found
+            plan, _ = found
             if plan == BLOCKED_PLAN:
-                return Unjudged(_denied_until(expire_time, now_us), number)
+                return self._blocked(identifiers, scopes, now_us)
             plans.append(plan if plan in scopes.named else "")
         by_plans = tuple(plans)
         return scopes.by_plans.get(by_plans) or self._remember_resolved(scopes, by_plans)
+
+    def _blocked(self, identifiers: Sequence[bytes], scopes: PlanScopes, now_us: int) -> Unjudged:
+        """Return the answer to a check with blocked identities, of which that blocked longest decides."""
+        ends = {}
+        for number, kind in scopes.assigned:
+            found = self._assignments.plan_of(kind, identifiers[number], now_us)
+            if found is not None and found[0] == BLOCKED_PLAN:
+                ends[number] = found[1]
+        last = max(ends, key=lambda number: ends[number] or MAX_TIME_US)
+        return Unjudged(_denied_until(ends[last], now_us), last)
 
     def resolve_check(self, check: Check, now_us: int) -> Scope | Unjudged:
         """Return the scope that judges a check at ``now_us``."""

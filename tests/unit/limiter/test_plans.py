@@ -249,6 +249,17 @@ class TestBlocked:
         node.assign("blocked", expire_time=NOW_S + 2**32)
         assert node.check()[2:4] == (NOW_S + 2**32, INT32_MAX)
 
+    @pytest.mark.parametrize("last", [0, NOW_S + 90])
+    def test_of_several_blocked_identities_the_one_blocked_longest_decides(self, node, last):
+        node.assign("blocked", expire_time=NOW_S + 60)
+        node.assign("blocked", b"acme", "tenant", expire_time=last)
+        other_way = Check(b"acme", "tenant", "/orders", also=((USER, b"ada"),))
+        for answer in (node.check(also=ACME), node.limiter.check(other_way)):
+            assert answer[2:4] == (last, 90 if last else INT32_MAX)
+        assert [(who, denied.identifier_type) for who, denied in node.denied] == [
+            (b"acme", "tenant")
+        ] * 2
+
     def test_a_blocked_check_is_counted_and_reported_as_denied(self, node):
         node.assign("blocked", b"acme", "tenant")
         node.check(also=ACME)
