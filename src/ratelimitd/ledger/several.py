@@ -87,10 +87,13 @@ class Part:
         elif self.shared is not None:
             refunds = () if self.refund is None else [self.refund]
             state = refunded(self.shared, self.limit, refunds).state
-            rule = self.limit
+            rule, account = self.limit, ACCOUNTS[self.limit.algorithm]
             if (rule.limit, rule.burst) != (self.shared.limit, self.shared.burst):
-                rule = replace(rule, limit=self.shared.limit, burst=self.shared.burst)
-            account = ACCOUNTS[rule.algorithm]
+                # A peek is judged by an edit that it does not write.
+                if rule.revision >= self.shared.revision:
+                    state = account.capped(state, rule)
+                else:
+                    rule = replace(rule, limit=self.shared.limit, burst=self.shared.burst)
             _, remaining, reset_time, *_ = account.judge(state, rule, now_us, MORE_THAN_ANY_LIMIT)
         else:
             _, remaining, reset_time, *_ = self.outcome

@@ -243,8 +243,31 @@ def test_no_bucket_ever_allows_more_than_without_the_charges(of):
 @pytest.mark.parametrize("of", [BUCKET, WINDOW, LOG])
 def test_after_a_denial_the_remaining_tokens_follow_the_limit_in_the_store(of, limit):
     part = Part(of, 1)
-    part.shared = charged(of, (NOW, 4))._replace(limit=limit)
+    part.shared = charged(of, (NOW, 4), revision=1)._replace(limit=limit)
     part.refund = refund_of(part.shared, of, 1)
     part.outcome = (True, 6, NOW // S + 10, 0, Reason.WITHIN_LIMIT, None)
     part.leave(NOW)
     assert part.outcome[:2] == (True, limit - 3)
+
+
+@pytest.mark.parametrize("revision", [1, 2])
+@pytest.mark.parametrize(("limit", "left"), [(5, 8), (20, 8)])
+@pytest.mark.parametrize("of", [BUCKET, WINDOW, LOG])
+def test_after_a_denial_the_remaining_tokens_follow_an_edit_that_the_store_has_not(
+    of, limit, left, revision
+):
+    part = Part(replace(of, revision=revision), 1)
+    part.shared = charged(of, (NOW, 2), revision=1)._replace(limit=limit)
+    part.outcome = (True, left - 1, NOW // S + 10, 0, Reason.WITHIN_LIMIT, None)
+    part.leave(NOW)
+    assert part.outcome[:2] == (True, left)
+
+
+@pytest.mark.parametrize("of", [BUCKET, WINDOW])
+def test_after_a_denial_an_edit_that_the_store_has_not_caps_the_debt(of):
+    part = Part(replace(of, limit=3, revision=2), 1)
+    part.shared = charged(of, (NOW, 9), revision=1)
+    part.outcome = (True, 2, NOW // S + 10, 0, Reason.WITHIN_LIMIT, None)
+    later = NOW + 10 * S
+    part.leave(later)
+    assert part.outcome[:2] == (True, 3)
