@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 from ratelimitd.algorithms.several import ENFORCE, Charge
-from ratelimitd.cluster.pending import Bucket, PendingCheck
+from ratelimitd.cluster.pending import NO_DEADLINE_US, Bucket, PendingCheck
 from ratelimitd.errors import BreakerOpenError
 from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.several import Part, conclude, denies
@@ -40,6 +40,7 @@ class PartCheck(PendingCheck):
         self.key, self.rule, _ = charge
         self.now_us, self.cost = joint.now_us, cost
         self.peek = peek or self.rule.algorithm is CONCURRENCY  # only holds take slots
+        self.answer_by_us = joint.answer_by_us
         self.charged = self.is_counted = self.is_known = False
         self.part = Part(self.rule, cost)
         self._joint = joint
@@ -114,8 +115,10 @@ class JointCheck:
         *,
         peek: bool,
         is_counted: bool = False,
+        answer_by_us: int = NO_DEADLINE_US,
     ) -> None:
         self.now_us = now_us
+        self.answer_by_us = answer_by_us
         self._buckets = buckets
         self._timers = timers
         self._checks = [

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from asyncio import AbstractEventLoop, Future
-from collections import deque
+from asyncio import AbstractEventLoop, Future, TimerHandle
 from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ratelimitd.clock import Clock
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from ratelimitd.cluster.store_servers import StoreServer
     from ratelimitd.cluster.sync import Partition
 
+NO_DEADLINE_US: Final = 1 << 62
+"""A time, in µs, that no clock reaches."""
+
 BEYOND_ANY_LIMIT = INT32_MAX + 1
 """A cost above any limit: its denial contains the remaining tokens and the reset time."""
 
@@ -36,10 +40,11 @@ class PendingCheck:
     Attributes:
         ask: its part of a batch; unset until the store has to decide.
         answer: the outcome, or the error in its place.
+        answer_by_us: when its caller needs the answer, by the monotonic clock.
         charged: the node's own view was charged, because the store did not answer in time.
     """
 
-    __slots__ = ("answer", "ask", "charged", "cost", "now_us", "peek", "rule")
+    __slots__ = ("answer", "answer_by_us", "ask", "charged", "cost", "now_us", "peek", "rule")
 
     def __init__(
         self,
@@ -49,12 +54,14 @@ class PendingCheck:
         *,
         peek: bool,
         answer: Future[Outcome | RateLimitdError],
+        answer_by_us: int = NO_DEADLINE_US,
     ) -> None:
         self.rule = rule
         self.now_us = now_us
         self.cost = cost
         self.peek = peek
         self.answer = answer
+        self.answer_by_us = answer_by_us
         self.ask: Ask
         self.charged = False
 
@@ -228,12 +235,13 @@ def _decide(bucket: Bucket, check: PendingCheck, later: int | None) -> None:
 
 class _Wait(NamedTuple):
     until_us: int
+    number: int
     bucket: Bucket
     check: PendingCheck
 
 
 class Deadlines:
-    """Deadlines of waiting checks, in order of time since all wait for ``answer_s``; one timer for all.
+    """Deadlines of waiting checks, with one timer: each waits for ``answer_s``, or until its caller needs the answer.
 
     ``give_up`` is called for each check that was not answered in time or whose caller has left.
     """
@@ -249,14 +257,25 @@ class Deadlines:
         self._timers = timers
         self._answer_s = answer_s
         self._give_up = give_up
-        self._waits: deque[_Wait] = deque()
+        self._numbers = count()
+        self._waits: list[_Wait] = []
+        """A heap."""
+        self._timer: TimerHandle | None = None
 
     def add(self, bucket: Bucket, check: PendingCheck) -> None:
         """Add a check that begins to wait."""
-        if not self._waits:
-            self._timers.call_later(self._answer_s, self._look)
-        until_us = self._clock.monotonic_us() + round(self._answer_s * US_PER_S)
-        self._waits.append(_Wait(until_us, bucket, check))
+        now_us = self._clock.monotonic_us()
+        until_us = min(now_us + round(self._answer_s * US_PER_S), check.answer_by_us)
+        wait = _Wait(until_us, next(self._numbers), bucket, check)
+        heappush(self._waits, wait)
+        if self._waits[0] is wait:
+            self._look_later(now_us)
+
+    def _look_later(self, now_us: int) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        wait_us = max(0, self._waits[0].until_us - now_us)
+        self._timer = self._timers.call_later(wait_us / US_PER_S, self._look)
 
     def _look(self) -> None:
         now_us = self._clock.monotonic_us()
@@ -265,15 +284,14 @@ class Deadlines:
         finally:
             # A failure of one check must not delay the others.
             if self._waits:
-                wait_us = max(0, self._waits[0].until_us - now_us)
-                self._timers.call_later(wait_us / US_PER_S, self._look)
+                self._look_later(now_us)
 
     def _give_up_late(self, now_us: int) -> None:
         while self._waits:
-            until_us, bucket, check = self._waits[0]
+            until_us, _, bucket, check = self._waits[0]
             is_answered = check.is_answered
             if until_us > now_us and not is_answered:
                 return
-            self._waits.popleft()
+            heappop(self._waits)
             if not is_answered or check.has_left:
                 self._give_up(bucket, check)

@@ -26,7 +26,14 @@ from ratelimitd.cluster.joint_checks import (
 )
 from ratelimitd.cluster.membership import Membership
 from ratelimitd.cluster.packed import numbers_of, unpack
-from ratelimitd.cluster.pending import Bucket, Deadlines, PendingCheck, decided, resolve_first
+from ratelimitd.cluster.pending import (
+    NO_DEADLINE_US,
+    Bucket,
+    Deadlines,
+    PendingCheck,
+    decided,
+    resolve_first,
+)
 from ratelimitd.cluster.refresh import Refresh
 from ratelimitd.cluster.sync import Partition
 from ratelimitd.counters import CheckStats
@@ -35,10 +42,15 @@ from ratelimitd.ledger import cold
 from ratelimitd.ledger.accounts import Refund
 from ratelimitd.ledger.protocol import ColdSpend
 from ratelimitd.ledger.shared_state import STORE_TIME, FirstResult, StoreCheck, within
-from ratelimitd.model import CONCURRENCY, COST_EXCEEDS_LIMIT, Limit, Outcome
+from ratelimitd.model import CONCURRENCY, COST_EXCEEDS_LIMIT, US_PER_S, Limit, Outcome
 
 if TYPE_CHECKING:
     from ratelimitd.cluster.redis.store import RedisStore
+
+ANSWER_WITHIN: Final = 0.75
+"""The part of a caller's remaining time in which a check is answered; the rest is for the way back."""
+
+_TOO_SLOW: Final = "the shared state was too slow for the caller"
 
 MAX_MISSED: Final = 1_000
 """Limit of missed buckets whose check is not sent yet: the checks of the longest batch."""
@@ -47,9 +59,9 @@ MAX_MISSED: Final = 1_000
 class SharedBuckets:
     """The shared buckets of one node.
 
-    ``stored_name`` maps a key to its name in the store. A check waits ``answer_s`` for the store, then the node's view
-    decides it. ``decides_alone``: while a breaker is open, the node's view decides checks, instead of a
-    ``BreakerOpenError``; ``breaker_denies``: that error denies a check.
+    ``stored_name`` maps a key to its name in the store. A check waits ``answer_s`` for the store, or less if its caller
+    waits less, then the node's view decides it. ``decides_alone``: while a breaker is open, the node's view decides
+    checks, instead of a ``BreakerOpenError``; ``breaker_denies``: that error denies a check.
     """
 
     def __init__(
@@ -145,11 +157,19 @@ class SharedBuckets:
         self._watch(bucket)
         return bucket.view.peek(now_us, cost)
 
-    def wait(
-        self, key: bytes, rule: Limit, now_us: int, cost: int, *, peek: bool
+    def wait(  # noqa: PLR0917 -- as apply
+        self,
+        key: bytes,
+        rule: Limit,
+        now_us: int,
+        cost: int,
+        remaining_s: float | None = None,
+        *,
+        peek: bool,
     ) -> Awaitable[Outcome | RateLimitdError]:
         """Let the store decide a check."""
-        check = PendingCheck(rule, now_us, cost, peek=peek, answer=self._new_future())
+        by_us, answer = self._answer_by_us(remaining_s), self._new_future()
+        check = PendingCheck(rule, now_us, cost, peek=peek, answer=answer, answer_by_us=by_us)
         name = self._missed.pop(key, None)
         # The miss was looked up a moment ago: check again only what may have changed since.
         if name is None or name in (tag := self._tags[name[0]]).buckets or tag.server.is_open:
@@ -181,17 +201,31 @@ class SharedBuckets:
         charges: Sequence[Charge],
         now_us: int,
         costs: Sequence[int],
+        remaining_s: float | None = None,
         *,
         peek: bool,
         is_counted: bool = True,
     ) -> Awaitable[Outcomes]:
         """Let the store decide where the node's views cannot."""
         answer: asyncio.Future[Outcomes] = self._new_future()
+        by_us = self._answer_by_us(remaining_s)
         joint = JointCheck(
-            self, self._timers, charges, now_us, costs, peek=peek, is_counted=is_counted
+            self,
+            self._timers,
+            charges,
+            now_us,
+            costs,
+            peek=peek,
+            is_counted=is_counted,
+            answer_by_us=by_us,
         )
         joint.start(answer)
         return answer
+
+    def _answer_by_us(self, remaining_s: float | None) -> int:
+        if remaining_s is None:
+            return NO_DEADLINE_US
+        return self._clock.monotonic_us() + round(remaining_s * ANSWER_WITHIN * US_PER_S)
 
     async def refresh(self, keys: Sequence[bytes]) -> None:
         """Read buckets in use, and let the store decide the next check of others; skips servers whose breaker is open.
@@ -286,6 +320,10 @@ class SharedBuckets:
 
         A concurrency bucket has no view: the store decides each check.
         """
+        if check.answer_by_us < NO_DEADLINE_US:
+            # In time for its caller, who would count a later answer as none.
+            wait_s = (check.answer_by_us - self._clock.monotonic_us()) / US_PER_S
+            self._timers.call_later(max(0.0, wait_s), check.resolve, StoreSlowError(_TOO_SLOW))
         if check.rule.algorithm is CONCURRENCY:
             asked = StoreCheck(name, check.rule, STORE_TIME, check.cost, peek=True)
             self._store.decide(asked, partial(decided, check, self._tags[name[0]].server))

@@ -70,8 +70,15 @@ class StrictBuckets:
 
     peek = apply_each = peek_each = apply
 
-    def wait(
-        self, key: bytes, rule: Limit, now_us: int, cost: int, *, peek: bool
+    def wait(  # noqa: PLR0917 -- as SharedBuckets.wait
+        self,
+        key: bytes,
+        rule: Limit,
+        now_us: int,
+        cost: int,
+        remaining_s: float | None = None,  # noqa: ARG002 - nobody else decides
+        *,
+        peek: bool,
     ) -> Awaitable[Outcome | RateLimitdError]:
         """Ask the shared state to decide a check."""
         answer: asyncio.Future[Outcome | RateLimitdError] = self._new_future()
@@ -95,6 +102,7 @@ class StrictBuckets:
         charges: Sequence[Charge],
         now_us: int,
         costs: Sequence[int],
+        remaining_s: float | None = None,  # noqa: ARG002 - nobody else decides
         *,
         peek: bool,
         is_counted: bool = True,  # noqa: ARG002 - a node that knows no bucket has no misses

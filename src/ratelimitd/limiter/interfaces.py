@@ -46,8 +46,15 @@ class Buckets(Protocol):
 class RemoteBuckets(Buckets, Protocol):
     """Buckets that nodes share."""
 
-    def wait(
-        self, key: bytes, rule: Limit, now_us: int, cost: int, *, peek: bool
+    def wait(  # noqa: PLR0917 - as apply
+        self,
+        key: bytes,
+        rule: Limit,
+        now_us: int,
+        cost: int,
+        remaining_s: float | None = None,
+        *,
+        peek: bool,
     ) -> Awaitable[Outcome | RateLimitdError]:
         """Ask the shared state to decide a check, at once.
 
@@ -59,6 +66,7 @@ class RemoteBuckets(Buckets, Protocol):
         charges: Sequence[Charge],
         now_us: int,
         costs: Sequence[int],
+        remaining_s: float | None = None,
         *,
         peek: bool,
         is_counted: bool = True,

@@ -182,13 +182,18 @@ class Limiter:
                 answers[index] = error
         return answers
 
-    async def wait(self, checks: Sequence[Check]) -> list[Decision | CheckInvalidError]:
-        """Answer checks for which :meth:`check` or :meth:`check_batch` returned ``None``; all are sent together."""
+    async def wait(
+        self, checks: Sequence[Check], remaining_s: float | None = None
+    ) -> list[Decision | CheckInvalidError]:
+        """Answer checks for which :meth:`check` or :meth:`check_batch` returned ``None``; all are sent together.
+
+        ``remaining_s``: how long their caller waits, ``None`` if that is not known.
+        """
         asked = []
         for index, check in enumerate(checks):
             if index and index % CHECKS_PER_ITERATION == 0:
                 await asyncio.sleep(0)
-            asked.append(self._ask(check))
+            asked.append(self._ask(check, remaining_s))
         return [await self._awaited(check, one) for check, one in zip(checks, asked, strict=True)]
 
     async def _awaited(
@@ -424,7 +429,9 @@ class Limiter:
             return self._decide_unjudged(check, scope)
         return PreparedCheck(identifiers_of(check), scope.at(now_us), now_us)
 
-    def _ask(self, check: Check) -> _Asked | Decision | CheckInvalidError:
+    def _ask(
+        self, check: Check, remaining_s: float | None
+    ) -> _Asked | Decision | CheckInvalidError:
         """Ask the shared state about a check, or answer it without asking."""
         try:
             prepared = self.prepare(check)
@@ -436,10 +443,12 @@ class Limiter:
             if scope.several:
                 charges = charges_of(identifiers, scope)
                 costs = [check.cost] * len(charges)
-                outcomes = shared.wait_all(charges, now_us, costs, peek=check.peek)
+                outcomes = shared.wait_all(charges, now_us, costs, remaining_s, peek=check.peek)
                 return _Asked(prepared, outcomes)
             key = check.identifier + scope.key_suffix
-            outcome = shared.wait(key, scope.limit, now_us, check.cost, peek=check.peek)
+            outcome = shared.wait(
+                key, scope.limit, now_us, check.cost, remaining_s, peek=check.peek
+            )
             return _Asked(prepared, outcome)
         except CheckInvalidError as error:
             return error

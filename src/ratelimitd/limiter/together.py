@@ -18,10 +18,14 @@ class Together:
     """Checks without timestamps, of which all are charged if all pass.
 
     A bucket of several checks is charged their sum. Peeks do not see these charges, but a denied one denies them.
+    ``remaining_s`` is as in :meth:`Limiter.wait`.
     """
 
-    def __init__(self, limiter: Limiter, checks: Sequence[Check]) -> None:
+    def __init__(
+        self, limiter: Limiter, checks: Sequence[Check], remaining_s: float | None = None
+    ) -> None:
         self._limiter = limiter
+        self._remaining_s = remaining_s
         self._checks = checks
         self._now_us = limiter.now_us()
         # A check without others is charged if it passes.
@@ -46,7 +50,7 @@ class Together:
 
     async def _decide_alone(self) -> Decisions:
         late = [place for place in self._alone if place not in self._answers]
-        found = await self._limiter.wait([self._checks[place] for place in late])
+        found = await self._limiter.wait([self._checks[place] for place in late], self._remaining_s)
         # No answer is an error: only a timestamp causes one.
         self._answers.update(zip(late, cast("Decisions", found), strict=True))
         self._now_us = self._limiter.now_us()
@@ -73,7 +77,9 @@ class Together:
         shared = cast("RemoteBuckets", self._limiter.shared)
         outcomes: Sequence[Outcome | Exception]
         try:
-            outcomes = await shared.wait_all(charges, self._now_us, costs, peek=peek)
+            outcomes = await shared.wait_all(
+                charges, self._now_us, costs, self._remaining_s, peek=peek
+            )
         except Exception as error:  # noqa: BLE001 - as above
             outcomes = [error] * len(charges)
         return self._answer(rest, outcomes)

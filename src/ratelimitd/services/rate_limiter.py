@@ -117,7 +117,7 @@ class RateLimiterService:
             bulk={f"/{SERVICE}/CheckRateLimit": self._bulk.answer_calls},
         )
 
-    def check_rate_limit(self, data: bytes, _call: Call) -> bytes | Awaitable[bytes]:
+    def check_rate_limit(self, data: bytes, call: Call) -> bytes | Awaitable[bytes]:
         """Answer one check.
 
         Raises:
@@ -131,13 +131,15 @@ class RateLimiterService:
             self._stats.invalid_total += 1
             raise
         if decision is None:
-            return self._wait_for_one(check, started_s)
+            return self._wait_for_one(check, call.time_remaining_s(), started_s)
         answer = answer_of(decision).SerializeToString()
         self._stats.observe_latency(self._perf_counter_s() - started_s)
         return answer
 
-    async def _wait_for_one(self, check: Check, started_s: float) -> bytes:
-        [verdict] = await self._limiter.wait([check])
+    async def _wait_for_one(
+        self, check: Check, remaining_s: float | None, started_s: float
+    ) -> bytes:
+        [verdict] = await self._limiter.wait([check], remaining_s)
         if isinstance(verdict, CheckInvalidError):
             self._stats.invalid_total += 1
             raise verdict
@@ -160,12 +162,12 @@ class RateLimiterService:
         checks = self._bulk.read(items or ())
         if items is not None and None not in checks:
             parts = self._answer_in_bulk(items, checks, self._limiter.scopes.book, 0, len(items))
-            return self._joined(call.peer, parts, started_s)
+            return self._joined(call, parts, started_s)
         requests = self._parsed(data)
         if len(requests) > SHORT_ITEMS:
             parsed = partial(self._answer, requests)
             return self._answer_in_slices(call.peer, parsed, len(requests), started_s)
-        return self._joined(call.peer, self._answer(requests, 0, len(requests)), started_s)
+        return self._joined(call, self._answer(requests, 0, len(requests)), started_s)
 
     def _parsed(self, data: bytes) -> Sequence[WireCheck]:
         """Parse the items of a batch, for the general path.
@@ -222,27 +224,28 @@ class RateLimiterService:
         self._observe(started_s, count)
         return b"".join(answers)
 
-    async def _ask(self, checks: Sequence[Check]) -> Verdicts:
+    async def _ask(self, checks: Sequence[Check], remaining_s: float | None = None) -> Verdicts:
         """Await the shared state's verdicts, then release a slot of ``_asks``."""
         try:
-            return await self._limiter.wait(checks)
+            return await self._limiter.wait(checks, remaining_s)
         finally:
             self._asks.release()
 
-    def _joined(self, peer: str, parts: Parts, started_s: float) -> bytes | Awaitable[bytes]:
+    def _joined(self, call: Call, parts: Parts, started_s: float) -> bytes | Awaitable[bytes]:
         """Return the answer to a short batch, at once unless an item waits for the shared state."""
         checks = _waiting(parts)
         if checks:
-            return self._wait_for_many(peer, parts, checks, started_s)
+            return self._wait_for_many(call, parts, checks, started_s)
         self._observe(started_s, len(parts))
         # The concatenation of messages is one message with the repeated fields of all of them.
         return b"".join(cast("Sequence[bytes]", parts))
 
     async def _wait_for_many(
-        self, peer: str, parts: Parts, checks: Sequence[Check], started_s: float
+        self, call: Call, parts: Parts, checks: Sequence[Check], started_s: float
     ) -> bytes:
-        await self._asks.take(peer)
-        answers = self._settled(parts, iter(await self._ask(checks)))
+        await self._asks.take(call.peer)
+        verdicts = await self._ask(checks, call.time_remaining_s())
+        answers = self._settled(parts, iter(verdicts))
         self._observe(started_s, len(parts))
         return b"".join(answers)
 

@@ -7,7 +7,7 @@ import pytest
 
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.cluster.joint_checks import JointCheck
-from ratelimitd.errors import BreakerOpenError, StoreUnavailableError
+from ratelimitd.errors import BreakerOpenError, StoreSlowError, StoreUnavailableError
 from ratelimitd.ledger import local_view
 from ratelimitd.model import US_PER_S, Algorithm, Enforcement
 from tests.unit.cluster.world import MS, World, limited, name_of, unwatch
@@ -45,9 +45,9 @@ class Scene(World):
     def peek_all(self, keys=b"at", cost=1):
         return self.buckets.peek_each(self.charges(keys), self.clock.now_us(), costs_of(keys, cost))
 
-    def wait_all(self, keys=b"at", cost=1, *, peek=False):
-        now_us = self.clock.now_us()
-        return self.buckets.wait_all(self.charges(keys), now_us, costs_of(keys, cost), peek=peek)
+    def wait_all(self, keys=b"at", cost=1, remaining_s=None, *, peek=False):
+        charges, now_us, costs = self.charges(keys), self.clock.now_us(), costs_of(keys, cost)
+        return self.buckets.wait_all(charges, now_us, costs, remaining_s, peek=peek)
 
     def met(self, keys=b"at", cost=1, **options):
         answer = self.wait_all(keys, cost, **options)
@@ -143,6 +143,19 @@ async def test_unknown_buckets_are_requested_together_and_the_check_waits_for_al
     assert verdicts(answer.result()) == [(True, 97), (True, 97)]
     assert scene.spent() == [3, 3]
     assert scene.stats.bucket_missed_total == 1
+
+
+async def test_a_check_is_answered_before_its_caller_stops_waiting(scene):
+    scene.know_all(b"t")
+    scene.others_spend(b"t", 99)
+    scene.store.mode = "deaf"
+    answer = scene.wait_all(remaining_s=0.012)
+    scene.run(9 * MS - 1)
+    assert not answer.done()
+    scene.run(1)
+    unknown, known = answer.result()
+    assert isinstance(unknown, StoreSlowError)
+    assert known[0]
 
 
 async def test_charges_of_a_denied_check_are_refunded(scene):

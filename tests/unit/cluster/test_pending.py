@@ -31,10 +31,10 @@ END_S = 1_700_006_400 + 3_600
 RULE = limited(10)
 
 
-def waiting(cost=1):
+def waiting(cost=1, **options):
     """A check that waits."""
     answer = asyncio.get_running_loop().create_future()
-    return PendingCheck(RULE, NOW_US, cost, peek=False, answer=answer)
+    return PendingCheck(RULE, NOW_US, cost, peek=False, answer=answer, **options)
 
 
 @pytest.fixture
@@ -171,8 +171,9 @@ class Scene:
         if not check.answer.done():
             check.answer.set_result(None)
 
-    def wait(self, name):
-        check = waiting()
+    def wait(self, name, within_us=None):
+        by = {} if within_us is None else {"answer_by_us": self.clock.monotonic_us() + within_us}
+        check = waiting(**by)
         self.deadlines.add(name, check)
         return check.answer
 
@@ -197,6 +198,19 @@ async def test_each_check_has_its_own_20_ms(scene):
     scene.wait("third")
     scene.timers.run(100 * MS)
     assert scene.given_up == [("first", 20), ("second", 27), ("third", 27)]
+
+
+async def test_a_check_times_out_earlier_for_a_caller_who_waits_less(scene):
+    scene.wait("first")
+    scene.wait("third", 15 * MS)
+    scene.timers.run(2 * MS)
+    scene.wait("second", 3 * MS)
+    scene.wait("last", 30 * MS)
+    scene.wait("at once", -1)
+    scene.timers.run(100 * MS)
+    assert scene.given_up == [
+        ("at once", 2), ("second", 5), ("third", 15), ("first", 20), ("last", 22)
+    ]  # fmt: skip
 
 
 async def test_an_answered_check_does_not_time_out_but_an_abandoned_one_does(scene):

@@ -85,6 +85,25 @@ class TestMisses:
         world.run(MS)
         assert [answer.result()[1] for answer in answers] == [999, 3]
 
+    async def test_a_first_check_fails_before_its_caller_stops_waiting_and_the_bucket_is_known_then(
+        self, world
+    ):
+        world.store.mode = "held"
+        answer = world.wait(cost=900, remaining_s=0.012)
+        world.run(9 * MS - 1)
+        assert not answer.done()
+        world.run(1)
+        assert isinstance(answer.result(), StoreSlowError)
+        world.store.held_one().answer()
+        world.store.mode = "down"
+        assert world.check(cost=101)[:2] == (False, 100)
+
+    async def test_a_first_check_without_time_left_fails_at_once(self, world):
+        world.store.mode = "held"
+        answer = world.wait(remaining_s=0.0)
+        world.run()
+        assert isinstance(answer.result(), StoreSlowError)
+
     async def test_a_bucket_whose_first_check_was_late_is_read_and_known_then(self, world):
         world.store.mode = "held"
         answers = [world.wait(cost=900)]
@@ -154,6 +173,18 @@ class TestAsking:
         world.run(SECOND)
         world.settle()
         assert answer.result() is outcome
+
+    async def test_a_check_is_answered_before_its_caller_stops_waiting(self):
+        world = World(TEN)
+        world.know()
+        world.check(cost=5)
+        world.settle()
+        world.store.mode = "deaf"
+        answer = world.wait(cost=4, remaining_s=0.012)
+        world.run(9 * MS - 1)
+        assert not answer.done()
+        world.run(1)
+        assert answer.result()[:2] == (True, 1)
 
     async def test_a_check_decided_after_a_timeout_counts_once_for_the_next_ones(self):
         world = World(TEN)

@@ -73,7 +73,14 @@ class ManualTimers:
     def call_later(self, delay, callback, *arguments):
         self.set_total += 1
         due_us = self.clock.monotonic_us() + round(delay * SECOND)
-        heapq.heappush(self._agenda, (due_us, self.set_total, partial(callback, *arguments)))
+        timer = (due_us, self.set_total, partial(callback, *arguments))
+        heapq.heappush(self._agenda, timer)
+        return SimpleNamespace(cancel=partial(self._cancel, timer))
+
+    def _cancel(self, timer):
+        if timer in self._agenda:
+            self._agenda.remove(timer)
+            heapq.heapify(self._agenda)
 
     def run(self, us=0):
         """Advance the clock, and run the timers due."""
@@ -304,9 +311,10 @@ class World:
         decide = DECIDE[rule.algorithm]
         return self.buckets.peek(key, rule, decide, self.clock.now_us(), cost)
 
-    def wait(self, key=b"a", cost=1, rule=None, *, peek=False):
+    def wait(self, key=b"a", cost=1, rule=None, *, peek=False, remaining_s=None):
         """Start a check that has to wait, and return its future answer."""
-        return self.buckets.wait(key, rule or self.rule, self.clock.now_us(), cost, peek=peek)
+        rule, now_us = rule or self.rule, self.clock.now_us()
+        return self.buckets.wait(key, rule, now_us, cost, remaining_s, peek=peek)
 
     def check(self, key=b"a", cost=1, rule=None):
         """Return the answer to a check, advancing the clock if it has to wait."""

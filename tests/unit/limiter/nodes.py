@@ -112,6 +112,7 @@ class FakeSharedBuckets:
         self.asked, self.resets, self.refreshed, self.answers = [], [], [], []
         self.at_once = None
         self.reset_error = None
+        self.remaining_s = []
         self.acknowledges = asyncio.Event()
         self.acknowledges.set()
 
@@ -122,8 +123,9 @@ class FakeSharedBuckets:
 
     peek = apply
 
-    def wait(self, key, rule, now_us, cost, *, peek):
+    def wait(self, key, rule, now_us, cost, remaining_s=None, *, peek):  # noqa: PLR0917 -- as the real one
         self.asked.append((key[:-9], rule, now_us, cost, peek))
+        self.remaining_s.append(remaining_s)
         answer = asyncio.get_running_loop().create_future()
         if self.answers:
             ready = self.answers.pop(0)
@@ -140,9 +142,9 @@ class FakeSharedBuckets:
 
     peek_each = apply_each
 
-    def wait_all(self, charges, now_us, costs, *, peek, is_counted=True):
+    def wait_all(self, charges, now_us, costs, remaining_s=None, *, peek, is_counted=True):
         answers = [
-            self.wait(key, rule, now_us, cost, peek=peek)
+            self.wait(key, rule, now_us, cost, remaining_s, peek=peek)
             for (key, rule, _), cost in zip(charges, costs, strict=True)
         ]
         return asyncio.ensure_future(self._all(answers))

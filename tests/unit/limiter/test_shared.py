@@ -281,6 +281,11 @@ class TestSeveralSharedLimits:
         assert node.limiter.judge((b"ada",), scope, 0, 1) is None
         assert node.stats.allowed_total == 0
 
+    async def test_the_shared_state_is_told_how_long_the_caller_waits(self, node):
+        node.shared.answers += [GRANTED] * 2
+        await node.limiter.wait([check_of()], 0.02)
+        assert node.shared.remaining_s == [0.02] * 2
+
     async def test_an_allowed_check_fails_open_if_one_limit_is_unreachable(self, node):
         answer = await node.wait(GRANTED, AWAY)
         assert (answer.allowed, answer.reason) == (True, Reason.FAIL_OPEN_ERROR)

@@ -11,6 +11,7 @@ class FakeCall:
     peer_sans: tuple[str, ...] = ()
     headers: dict[str, str] = field(default_factory=dict)
     method: str = "/ratelimiter.v1.RateLimiter/CheckRateLimit"
+    remaining_s: float | None = None
 
     def metadata(self, key: str) -> str | None:
         return self.headers.get(key)
@@ -19,7 +20,7 @@ class FakeCall:
         return [self.headers[key]] if key in self.headers else []
 
     def time_remaining_s(self) -> float | None:
-        return None
+        return self.remaining_s
 
 
 def bearer(token: str, **options) -> FakeCall:

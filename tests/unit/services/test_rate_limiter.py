@@ -315,14 +315,15 @@ class LimiterWithoutState(LimiterProbe):
 
     def __init__(self):
         super().__init__()
-        self.waited, self.may_answer = [], asyncio.Event()
+        self.waited, self.remaining_s, self.may_answer = [], [], asyncio.Event()
         self.asking = 0
 
     def check(self, check):
         return super().check(check) if check.identifier == b"u" else None
 
-    async def wait(self, checks):
+    async def wait(self, checks, remaining_s=None):
         self.asking += 1
+        self.remaining_s.append(remaining_s)
         await self.may_answer.wait()
         self.waited.append([check.identifier for check in checks])
         return [
@@ -376,6 +377,14 @@ class TestChecksThatWait:
         assert refused.error == "requests[4].timestamp: unlucky"
         assert limiter.waited == [[b"x", b"y", b"z"]]
         assert (stats.invalid_total, sum(stats.latency_counts)) == (2, len(items))
+
+    async def test_the_limiter_is_told_how_long_the_caller_waits(self, service, limiter):
+        limiter.may_answer.set()
+        call = FakeCall(remaining_s=0.02)
+        await service.check_rate_limit(waits().SerializeToString(), call)
+        few = pb.BatchRateLimitRequest(requests=[waits()]).SerializeToString()
+        await service.check_rate_limit_batch(few, call)
+        assert limiter.remaining_s == [0.02, 0.02]
 
     async def test_checks_of_a_long_batch_wait_slice_by_slice(self, service, limiter, stats):
         items = [waits(), A_CHECK] * 2 * SLICE_ITEMS
