@@ -97,6 +97,7 @@ class SharedBuckets:
         self._first_checks: dict[bytes, list[PendingCheck]] = {}
         self._missed: dict[bytes, bytes] = {}
         """Names of missed buckets by key, from :meth:`apply` or :meth:`peek` to :meth:`wait`."""
+        self._answer_s = answer_s
         self._deadlines = Deadlines(clock, timers, answer_s, self._give_up)
         self.asked_total = 0
         """Checks of known buckets that the store was asked to decide."""
@@ -223,7 +224,8 @@ class SharedBuckets:
         return answer
 
     def _answer_by_us(self, remaining_s: float | None) -> int:
-        if remaining_s is None:
+        """Return when a caller needs its answer, if that is before two round trips are over."""
+        if remaining_s is None or remaining_s * ANSWER_WITHIN >= 2 * self._answer_s:
             return NO_DEADLINE_US
         return self._clock.monotonic_us() + round(remaining_s * ANSWER_WITHIN * US_PER_S)
 

@@ -98,6 +98,13 @@ class TestMisses:
         world.store.mode = "down"
         assert world.check(cost=101)[:2] == (False, 100)
 
+    async def test_a_caller_who_waits_longer_than_the_node_costs_no_timer(self, world):
+        before = world.timers.set_total
+        world.wait(b"a")
+        timers = world.timers.set_total - before
+        world.wait(b"b", remaining_s=0.06)
+        assert world.timers.set_total - before == 2 * timers
+
     async def test_a_first_check_without_time_left_fails_at_once(self, world):
         world.store.mode = "held"
         answer = world.wait(remaining_s=0.0)
