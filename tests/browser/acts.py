@@ -17,7 +17,7 @@ RULE = {
     "Endpoint": "/orders",
     "Identifier type": "user",
     "Limit": "3",
-    "Window in seconds": str(NEVER_ENDING_S),
+    "Window": str(NEVER_ENDING_S),
     "Algorithm": "fixed_window",
 }
 """A rule as it is typed; its window does not end while a test runs."""

@@ -43,7 +43,7 @@ class Walk(NamedTuple):
 
     def preview(self):
         self.page.goto(self.rule)
-        fill(self.page, {"Algorithm": "sliding_window", "Window in seconds": "60"})
+        fill(self.page, {"Algorithm": "sliding_window", "Window": "60"})
         press(self.page, "Show what changes")
         expect(self.page.get_by_role("table", name="What changes")).to_be_visible()
 
@@ -176,7 +176,7 @@ def test_a_rule_is_made_and_met_by_keyboard_alone(operator):
     tab_to("New rule")
     page.keyboard.press("Enter")
     page.wait_for_url("**/rules/new")
-    for label, text in (("Endpoint", "/typed"), ("Limit", "1"), ("Window in seconds", "3600")):
+    for label, text in (("Endpoint", "/typed"), ("Limit", "1"), ("Window", "3600")):
         tab_to(label)
         page.keyboard.press("Control+A")
         page.keyboard.type(text)

@@ -78,7 +78,7 @@ def test_a_rule_that_was_deleted_meanwhile_is_not_brought_back(node, operator):
 
 def test_an_error_stands_at_its_field_and_what_was_typed_stays(node, operator):
     page = operator.go("/rules/new")
-    wrong = RULE | {"Endpoint": "", "Limit": "many", "Window in seconds": "0"}
+    wrong = RULE | {"Endpoint": "", "Limit": "many", "Window": "0"}
     fill(page, wrong)
     press(page, "Show what changes")
     for label, value in wrong.items():

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple, Self
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError
 from ratelimitd.model import Algorithm, Enforcement, IdentifierType, Limit, Period, Rule
+from ratelimitd.rules.rules_file import window_of
 from ratelimitd.rules.store import FIRST_LIMIT, LimitDraft, PlanDraft, RuleDraft, in_order
 from ratelimitd.rules.validation import validated
 
@@ -43,7 +44,7 @@ class RuleForm(NamedTuple):
     enabled: bool = True
     name: str = ""
     more: str = ""
-    """Further limits, one per line: name, limit, window in seconds or period, algorithm, then optionally ``burst=N``,
+    """Further limits, one per line: name, limit, window or period, algorithm, then optionally ``burst=N``,
     ``zone=NAME``, ``anchor=DAY`` and ``observe``."""
     observe: bool = False
     burst: str = ""
@@ -113,7 +114,7 @@ class RuleForm(NamedTuple):
             endpoint=self.endpoint,
             identifier_type=in_order(self.identifier_type),
             limit=whole_number(self.limit),
-            window_seconds=whole_number(self.window_seconds),
+            window_seconds=_seconds(self.window_seconds),
             algorithm=self.algorithm,
             enabled=self.enabled,
             plans=_plans(self.plans),
@@ -206,11 +207,19 @@ def _line(text: str) -> LimitDraft:
     return LimitDraft(
         name,
         whole_number(limit),
-        None if window in PERIODS else whole_number(window),
+        None if window in PERIODS else _seconds(window),
         more[0] if more else "",
         **fields,
         enforcement=" ".join(options) or Enforcement.ENFORCE.value,
     ).completed()
+
+
+def _seconds(window: str) -> Any:
+    """Return the seconds of a window such as ``60`` or ``1m``; other text unchanged, for validation to refuse."""
+    try:
+        return window_of(window)
+    except ValueError:
+        return whole_number(window)
 
 
 def whole_number(text: str) -> Any:

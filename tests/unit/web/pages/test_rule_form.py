@@ -55,6 +55,16 @@ def test_limit_is_a_whole_number_within_bounds(typed, problem):
     assert RuleForm.of_fields({**FIELDS, "limit": typed}).errors() == {"limit": problem}
 
 
+def test_window_may_be_a_duration():
+    lines = {"more": "day 100 1d fixed_window", "plans": "pro a 9 2h token_bucket"}
+    rule = RuleForm.of_fields({**FIELDS, **lines, "window_seconds": " 1m "}).checked()
+    limits = (*rule.limits, *rule.plans[0].limits)
+    assert [limit.window_seconds for limit in limits] == [60, 86_400, 7_200]
+    for typed in ("1w", "0m", "1 m", "9999999999d"):
+        form = RuleForm.of_fields({**FIELDS, "window_seconds": typed})
+        assert set(form.errors()) == {"window_seconds"}
+
+
 def test_empty_form_suggests_common_values():
     form = RuleForm()
     assert (form.identifier_type, form.window_seconds, form.enabled) == ("user", "60", True)
