@@ -376,10 +376,7 @@ def _list_text(limits: Iterable[LimitDraft]) -> str:
 
 def window_text(limit: LimitDraft) -> str:
     """Return the window of a limit: its length, or its calendar period."""
-    if limit.period is None:
-        return window(limit.window_seconds)
-    anchor = f" from day {limit.anchor_day}" if limit.anchor_day else ""
-    return f"{limit.period}{anchor} ({printable(limit.time_zone)})"
+    return limit.calendar_text or window(limit.window_seconds)
 
 
 def _text(rule: RuleDraft, name: str) -> str:

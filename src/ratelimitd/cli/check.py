@@ -9,6 +9,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Annotated, Any, Final
@@ -124,10 +125,11 @@ def check(
     request = request_of(identifier_type, identifier, endpoint, cost, also)
     request.peek, request.max_wait_ms = peek, max_wait_ms
     with target.client() as client:
-        if count == 1:
-            denied = _ask_once(client, request, target.output)
-        else:
-            denied = _ask_often(client, request, count, target.output)
+        denied = (
+            _ask_once(client, request, target)
+            if count == 1
+            else _ask_often(client, request, count, target)
+        )
     if denied:
         raise typer.Exit(EXIT_NO)
 
@@ -166,7 +168,8 @@ def explain(
     request.max_wait_ms = max_wait_ms
     with target.client() as client:
         found = client.explain(request)
-        windows = _NONE if target.output.as_json else _windows(client, found.rules)
+        judged = (limit for rule in found.rules for limit in rule.limits)
+        windows = windows_of(client, judged, target)
     if target.output.as_json:
         target.output.message(found)
     else:
@@ -194,15 +197,18 @@ def _remedies(head: Sequence[str], rows: Sequence[Sequence[str]], output: Output
         output.table(head[:shown], (row[:shown] for row in rows))
 
 
-def _windows(client: NodeClient, explained: Iterable[pb.RuleExplanation]) -> Windows:
-    """Return the calendar windows of the rules that apply; an explanation has only their nominal length."""
-    nominal = set(NOMINAL_SECONDS.values())
+def windows_of(
+    client: NodeClient, judged: Iterable[pb.LimitStatus | pb.RateLimitResponse], target: Target
+) -> Windows:
+    """Return the calendar windows of limits in an answer, which has only their nominal length.
+
+    Empty if the caller may not read the rules, or the output is JSON.
+    """
+    nominal = set() if target.output.as_json else {*NOMINAL_SECONDS.values()}
     windows: dict[tuple[str, str, str], str] = {}
-    for one in explained:
-        if nominal.isdisjoint(limit.window_seconds for limit in one.limits):
-            continue
-        for message in client.rules(endpoint=one.endpoint, identifier_type=one.identifier_type):
-            rule = draft_of(message)
+    with suppress(CliError), target.explained():
+        for rule_id in {one.rule_id for one in judged if one.window_seconds in nominal}:
+            rule = draft_of(client.rule(rule_id))
             for plan, limits in (("", rule.limits), *rule.plans):
                 calendars = (limit for limit in limits if limit.period)
                 windows |= {(rule.id, plan, limit.name): window_text(limit) for limit in calendars}
@@ -295,13 +301,15 @@ def _rule(answer: pb.RateLimitResponse, windows: Windows, places: Places) -> str
     return f"{known} ({answer.rule_id})" if known else answer.rule_id
 
 
-def others(answer: pb.RateLimitResponse, *, peek: bool = False) -> list[tuple[str, str]]:
+def others(
+    answer: pb.RateLimitResponse, windows: Windows = _NONE, *, peek: bool = False
+) -> list[tuple[str, str]]:
     """Return the limits that applied besides the deciding one."""
     would = peek and answer.allowed
     return [
         (
             "" if place else "others",
-            f"{one.identifier_type}, {', '.join(said(one, would=would))}",
+            f"{one.identifier_type}, {', '.join(said(one, windows, would=would))}",
         )
         for place, one in enumerate(answer.limits[1:])
     ]
@@ -354,21 +362,24 @@ def send(client: NodeClient, request: pb.RateLimitRequest) -> pb.RateLimitRespon
     )
 
 
-def _ask_once(client: NodeClient, request: pb.RateLimitRequest, output: Output) -> bool:
+def _ask_once(client: NodeClient, request: pb.RateLimitRequest, target: Target) -> bool:
     """Send one check and print the answer; return whether it was denied."""
-    answer = send(client, request)
+    output, answer = target.output, send(client, request)
     if output.as_json:
         output.message(answer)
     else:
         output.line(verdict(answer, output))
-        output.pairs([*describe(answer), *others(answer, peek=request.peek)])
+        windows = windows_of(client, (answer, *answer.limits), target)
+        output.pairs([*describe(answer, windows), *others(answer, windows, peek=request.peek)])
     return not answer.allowed
 
 
 def _ask_often(
-    client: NodeClient, request: pb.RateLimitRequest, count: int, output: Output
+    client: NodeClient, request: pb.RateLimitRequest, count: int, target: Target
 ) -> bool:
     """Send ``count`` checks in batches and print each answer; return whether any was denied."""
+    output = target.output
+    windows: Windows | None = None
     verdicts = Counter[tuple[bool, bool]]()
 
     def answers() -> Iterator[pb.RateLimitResponse]:
@@ -380,7 +391,9 @@ def _ask_often(
         output.json_list(as_dict(answer) for answer in answers())
     else:
         for number, answer in enumerate(answers(), start=1):
-            output.line(_compact(number, len(str(count)), answer, output))
+            if windows is None and not answer.allowed:
+                windows = windows_of(client, [answer], target)
+            output.line(_compact(f"{number:>{len(str(count))}}", answer, windows or _NONE, output))
         allowed = _sum("allowed", verdicts[True, False], verdicts[True, True])
         output.line(f"{allowed}, {_sum('denied', verdicts[False, False], verdicts[False, True])}")
     return verdicts[False, False] + verdicts[False, True] > 0
@@ -408,25 +421,29 @@ def verdict(answer: pb.RateLimitResponse, output: Output) -> str:
     return output.styled("allowed", "good") if answer.allowed else output.styled("denied", "bad")
 
 
-def _compact(number: int, width: int, answer: pb.RateLimitResponse, output: Output) -> str:
+def _compact(number: str, answer: pb.RateLimitResponse, windows: Windows, output: Output) -> str:
     word = verdict(answer, output) + (" " if not answer.allowed else "")
     facts = dict(describe(answer))
     said = f"remaining {facts['remaining']}  reset {facts['reset']}"
     if answer.reason in NOT_CHECKED:
         said = facts["reason"]
     return (
-        f"{number:>{width}}  {word}  {said}"
-        + (f"  retry after {facts['retry after']}{_denier(answer)}" if not answer.allowed else "")
+        f"{number}  {word}  {said}"
+        + (
+            f"  retry after {facts['retry after']}{_denier(answer, windows)}"
+            if not answer.allowed
+            else ""
+        )
         + (f"  wait {answer.wait_ms} ms" if answer.wait_ms else "")
     )
 
 
-def _denier(answer: pb.RateLimitResponse) -> str:
+def _denier(answer: pb.RateLimitResponse, windows: Windows) -> str:
     """Return the limit that denied; with several, including the identifier type of its rule."""
     kind = [answer.limits[0].identifier_type] if answer.limits else []
     words = [*kind, *([f"plan {answer.plan}"] if answer.plan else [])]
     if answer.limit_name:
         is_only = answer.limit_name == DEFAULT_LIMIT and not answer.limits
         name = "" if is_only else f"{answer.limit_name}: "
-        words.append(f"{name}{answer.limit} per {window(answer.window_seconds)}")
+        words.append(f"{name}{answer.limit} per {_window(answer, answer.limit_name, windows)}")
     return f"  by {', '.join(words)}" if words else ""

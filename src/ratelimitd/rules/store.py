@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self, TypeVar
 
+from ratelimitd.errors import printable
 from ratelimitd.model import NOMINAL_SECONDS, Algorithm, Enforcement, Identity, Limit, Period, Rule
 
 if TYPE_CHECKING:
@@ -56,6 +57,14 @@ class LimitDraft:
             anchor_day=anchor_day if period is Period.MONTH else None,
             enforcement=limit.enforcement,
         )
+
+    @property
+    def calendar_text(self) -> str:
+        """The calendar windows in words, such as ``month from day 3 (Europe/Berlin)``; empty without a calendar."""
+        if not self.period:
+            return ""
+        anchor = f" from day {self.anchor_day}" if self.anchor_day else ""
+        return f"{self.period}{anchor} ({printable(str(self.time_zone))})"
 
     def completed(self) -> LimitDraft:
         """Return the draft with the values that its period implies: a nominal window, and the other defaults."""

@@ -321,7 +321,30 @@ def test_explanation_names_calendar_windows(ask, node):
         assert f"/a user, {own} ({rule.id})" in out
         assert "REMEDY" not in out
         assert others in out
-    assert node.methods() == ["RateLimit", "ListRateLimits"] * 2
+    assert node.methods() == ["RateLimit", "GetRateLimit"] * 2
+
+
+def test_answer_names_calendar_windows_if_the_caller_may_read_rules(ask, node):
+    day = pb.Limit(
+        name="day", limit=9, window_seconds=86_400, algorithm="fixed_window", period=pb.DAY, time_zone="UTC",
+    )  # fmt: skip
+    rule = node.add_rule("/a", limits=[day])
+    status = pb.LimitStatus(
+        rule_id=rule.id, name="day", identifier_type="user", limit=9, window_seconds=86_400
+    )
+    node.answer = pb.RateLimitResponse(
+        reason=pb.LIMIT_EXCEEDED, rule_id=rule.id, limit_name="day", limit=9, window_seconds=86_400,
+        limits=[status, status],
+    )  # fmt: skip
+    for arguments in (("check",), ("hold",)):
+        out = ask(*arguments, "user", "alice", "/a").out
+        assert (out.count("9 per day (UTC)"), out.count("1 d")) == (2, 0)
+    rows = ask("check", "user", "alice", "/a", "--count", "2").out.splitlines()
+    assert [row.endswith("by user, day: 9 per day (UTC)") for row in rows] == [True, True, False]
+    node.rules.clear()
+    assert ask("check", "user", "alice", "/a").out.count("9 per 1 d") == 2
+    ask("check", "user", "alice", "/a", "--json")
+    assert node.methods()[-1] == "RateLimit"
 
 
 def test_explanation_shows_the_plans_of_the_identities(ask, node):

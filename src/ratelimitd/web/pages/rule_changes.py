@@ -14,7 +14,6 @@ from ratelimitd.model import (
     GLOBAL_ENDPOINT,
     Enforcement,
     Limit,
-    Period,
     Rule,
 )
 from ratelimitd.rules.assignments import MAX_EXPIRE_TIME
@@ -137,15 +136,14 @@ def limit_summary(limit: Limit | LimitDraft) -> str:
     name = limit.algorithm.replace("_", " ")
     burst = f", burst {number(limit.burst)}" if limit.burst else ""
     observed = ", observed" if limit.enforcement == Enforcement.OBSERVE else ""
-    return f"{number(limit.limit)} in {_window(limit)}, {name}{burst}{observed}"
+    return f"{number(limit.limit)} in {window_text(limit)}, {name}{burst}{observed}"
 
 
-def _window(limit: Limit | LimitDraft) -> str:
+def window_text(limit: Limit | LimitDraft) -> str:
+    """Return the window of a limit: its length, or its calendar period."""
     draft = limit if isinstance(limit, LimitDraft) else LimitDraft.of(limit)
-    if not draft.period:
-        return duration(draft.window_seconds)
-    anchor = f" from day {draft.anchor_day}" if draft.period == Period.MONTH else ""
-    return f"a {draft.period}{anchor} of {draft.time_zone}"
+    calendar = draft.calendar_text
+    return f"a {calendar}" if calendar else duration(draft.window_seconds)
 
 
 _COMES_BACK: Final = (
@@ -287,7 +285,7 @@ def _list_shown(stored: str) -> dict[str, str]:
     first, *more = json.loads(stored)
     noted = f", burst {number(first['burst'])}" if "burst" in first else ""
     if "period" in first:
-        noted += f", {_window(LimitDraft(**{**dict.fromkeys(FIRST_LIMIT), **first}))}"
+        noted += f", {window_text(LimitDraft(**{**dict.fromkeys(FIRST_LIMIT), **first}))}"
     noted += ", observed" if "enforcement" in first else ""
     shown = {first["name"]: f"the first{noted}"}
     return shown | {limit["name"]: limit_summary(LimitDraft(**limit)) for limit in more}

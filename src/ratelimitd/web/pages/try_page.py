@@ -18,6 +18,8 @@ from starlette.routing import BaseRoute, Route
 from ratelimitd.model import INT32_MAX, MAX_WAIT_MS, IdentifierType, Match, Reason
 from ratelimitd.web.api.json_api import CHECK_METHOD
 from ratelimitd.web.pages.page_base import HEALTH, Fields, Frame, Rejected
+from ratelimitd.web.pages.rendering import duration
+from ratelimitd.web.pages.rule_changes import window_text
 from ratelimitd.web.pages.rule_form import whole_number
 from ratelimiter.v1 import ratelimiter_pb2
 
@@ -50,6 +52,9 @@ SAID: Final[Mapping[tuple[bool, bool], str]] = {
 
 COST_PROBLEM: Final = f"must be a whole number from 0 to {INT32_MAX}; 0 means 1"
 WAIT_PROBLEM: Final = f"must be a whole number from 0 to {MAX_WAIT_MS}"
+
+PICK: Final = "pick"
+"""Field of another page's form: the type and identifier to fill in."""
 
 ALSO: Final = "also-"
 """Prefix of the field name for a further identity; the type follows."""
@@ -131,7 +136,10 @@ class TryPage:
         return self._page(request, form)
 
     async def act(self, request: Request, fields: Fields) -> Response:
-        """Handle a check, a reset, or the confirmation of a reset."""
+        """Handle a check, a reset, the confirmation of a reset, or an identity that another page fills in."""
+        if PICK in fields:
+            kind, _, identifier = fields[PICK].partition(" ")
+            return self._page(request, CheckForm(identifier, kind))
         form = CheckForm.of_fields(fields, self._parts.types)
         action = fields.get("action", "check")
         try:
@@ -199,11 +207,23 @@ class TryPage:
         answer = ratelimiter_pb2.Explanation
         return await self._frame.ask(request, f"{HEALTH}/ExplainRateLimit", message, answer)
 
+    def _window(
+        self, of: ratelimiter_pb2.LimitStatus | ratelimiter_pb2.RateLimitResponse, name: str
+    ) -> str:
+        """Return the window of a limit in an answer, which has only the nominal length of a calendar's."""
+        book = self._parts.book()
+        rule = book.get(of.rule_id) if book else None
+        plans = {"": rule.limits, **dict(rule.plans)} if rule else {}
+        same = (limit for limit in plans.get(of.plan, ()) if limit.name == name)
+        limit = next(same, None)
+        return window_text(limit) if limit and limit.calendar else duration(of.window_seconds)
+
     def _page(
         self, request: Request, form: CheckForm, *, status_code: int = 200, **context: Any
     ) -> Response:
         given = {
             "answer": None,
+            "window": self._window,
             "spends_nothing": form.peek,
             "rules": None,
             "plans": (),

@@ -241,7 +241,7 @@ class TestSeveralLimits:
         assert form.more == "day 10000 month fixed_window zone=Europe/Berlin anchor=15"
         assert [replace(limit, revision=3) for limit in form.checked().more] == [month]
         row = differences(None, rule)[-2]
-        assert row.after == "10\u202f000 in a month from day 15 of Europe/Berlin, fixed window"
+        assert row.after == "10\u202f000 in a month from day 15 (Europe/Berlin), fixed window"
         candidate = replace(rule, more=(replace(month, enforcement=Enforcement.OBSERVE),))
         promoted = RuleForm.promoting(candidate, "day").checked()
         assert (promoted.name, promoted.calendar, promoted.more) == ("day", month.calendar, ())
@@ -269,7 +269,7 @@ class TestSeveralLimits:
         assert unnamed.checked().calendar == Calendar(Period.MONTH, "UTC", 1)
         assert form._replace(period="day", anchor_day="").checked().window_seconds == 86_400
         [row] = [row for row in differences(None, rule) if row.label == "Limit default"]
-        assert row.after == "the first, a month from day 15 of Europe/Berlin"
+        assert row.after == "the first, a month from day 15 (Europe/Berlin)"
         assert said(rule, replace(rule, calendar=Calendar(Period.MONTH, "UTC"))).startswith(
             "default: All buckets start full"
         )

@@ -156,7 +156,7 @@ async def test_calendar_rule_is_created_shown_and_edited(visitor, node):
     calendar = {"period": "month", "time_zone": "Europe/Berlin", "anchor_day": "15"}
     rule = {**RULE, "algorithm": "fixed_window", **calendar}
     preview = await visitor.post("/rules/new", {**rule, "step": "preview"})
-    assert "a month from day 15 of Europe/Berlin" in preview.text
+    assert "a month from day 15 (Europe/Berlin)" in preview.text
     answer = await visitor.post("/rules/new", {**hidden_in(preview.text), "step": "store"})
     address = answer.headers["location"].partition("?")[0]
     [stored] = book_of(node).rules()
@@ -175,7 +175,7 @@ async def test_calendar_rule_is_created_shown_and_edited(visitor, node):
     edit = {**plain, "etag": etag, "step": "store"}
     assert (await visitor.post(address, edit)).status_code == 303
     assert [one.calendar for one in book_of(node).rules()] == [None]
-    assert "a month from day 15 of Europe/Berlin" in (await visitor.get("/audit")).text
+    assert "a month from day 15 (Europe/Berlin)" in (await visitor.get("/audit")).text
 
 
 async def test_errors_are_shown_at_the_fields_with_the_input_and_nothing_is_stored(visitor, node):

@@ -36,6 +36,31 @@ async def test_burst_may_leave_more_than_the_limit(visitor):
     assert "Remaining 3 of 3" in (await check(visitor, endpoint="/upload"))[1]
 
 
+async def test_calendar_window_is_named_as_the_rule_names_it(clock, tmp_path):
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        "rules:\n- endpoint: /orders\n  identifier_type: user\n  limits:\n"
+        "  - {name: day, limit: 3, period: day, algorithm: fixed_window}\n"
+        "  - {name: plain, limit: 9, window: 1d, algorithm: fixed_window}\n"
+    )
+    async with (
+        running_node(clock=clock, rules_file=rules) as found,
+        PageVisitor(found.http_address) as visitor,
+    ):
+        text = (await check(visitor))[1]
+        assert "3 in a day (UTC)" in text
+        assert "9 in 1 d" in text
+        explained = (await check(visitor, action="explain"))[1]
+        assert "day: 3 in a day (UTC)" in explained
+
+
+async def test_identity_of_another_page_is_filled_into_both_forms(visitor, node):
+    answer = await visitor.post("/try", {"pick": "user ada lovelace"})
+    assert answer.status_code == 200
+    assert answer.text.count('type="text" value="ada lovelace"') == 2
+    assert node.stats.allowed_total == node.stats.blocked_total == 0
+
+
 def test_every_reason_of_a_single_check_has_words():
     assert set(WORDS) == set(Reason) - {Reason.INVALID_REQUEST}
 
