@@ -91,6 +91,11 @@ class AuditTrail:
         more = len(entries) > PAGE_CHANGES
         return Changes(shown, entries[PAGE_CHANGES - 1].revision if more else 0)
 
+    async def in_force(self) -> int:
+        """Return the revision of the newest change of rules; 0 if unknown, or older than a page of changes."""
+        page = await self.page("", None)
+        return next((one.entry.revision for one in page.changes if not one.identity), 0)
+
     async def stored(self, rule_id: str) -> Rule | None:
         """Return the rule as its last change left it; ``None`` if deleted or unknown."""
         page = await self.page(rule_id, None)
@@ -211,6 +216,7 @@ class AuditPages:
             query=query,
             actions=ACTIONS,
             trail=changes,
+            in_force=0 if changes.away else await self._trail.in_force(),
             done=request.query_params.get("done", "") == "reverted",
         )
 

@@ -110,6 +110,20 @@ async def test_rules_are_reverted_from_a_row_after_a_preview(visitor):
     assert "there is nothing to revert" in (await visitor.get("/audit/revert?to=1")).text
 
 
+async def test_only_rows_that_differ_from_the_rules_in_force_offer_a_revert(visitor):
+    await create(visitor, "/orders")
+    await create(visitor, "/carts")
+    await visitor.post("/plans/assign", {"identifier_type": "user", "identifier": "a", "plan": "p"})
+    for query in ("", "?action=create", "?text=carts"):
+        rows = (await visitor.get(f"/audit{query}")).text
+        assert rows.count('data-label="Actions">in force</td>') == 1
+        assert 'href="/audit/revert?to=2"' not in rows
+    page = (await visitor.get("/audit")).text
+    assert 'data-label="Actions">–</td>' in page
+    assert 'href="/audit/revert?to=3"' not in page
+    assert 'href="/audit/revert?to=1"' in page
+
+
 async def test_revert_preview_shows_the_changes_of_each_rule(visitor):
     rule_id = await create(visitor, "/orders")
     edit = {**RULE, "endpoint": "/other", "enabled": "on", "limit": "20", "name": "quick"}
@@ -121,8 +135,8 @@ async def test_revert_preview_shows_the_changes_of_each_rule(visitor):
     preview = text_of(await visitor.get("/audit/revert?to=1"))
     assert "1 rule is changed." in preview
     assert (
-        "/other user; quick 20 in 1 min, token bucket; monthly 500 in a month from day 1 of"
-        " Europe/Berlin, fixed window, observed; plan pro: day 1 000 in 1 d, fixed window"
+        "/other user; quick 20 in 1 min, token bucket; monthly 500 in a month from day 1"
+        " (Europe/Berlin), fixed window, observed; plan pro: day 1 000 in 1 d, fixed window"
     ) in preview.replace("\u202f", " ")
     assert "becomes /orders user; 10 in 1 min, token bucket; disabled" in preview
 
