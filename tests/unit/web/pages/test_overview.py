@@ -110,6 +110,7 @@ async def test_input_from_callers_and_nodes_is_escaped(site):
     for found in ("/<script> 3 ", "/<unmatched> 3 ", "/<held> user minute 2 7 000", "<n1>"):
         assert found in text_of(answer)
     assert "<script>" not in answer.text
+    assert 'href="/try?endpoint=/%3Cscript%3E"' in answer.text
 
 
 async def test_names_are_masked_unless_requested_and_requests_are_logged(site, caplog):
@@ -121,6 +122,8 @@ async def test_names_are_masked_unless_requested_and_requests_are_logged(site, c
         await site.get("/events?names=shown", **HTML)
     assert "ada.lovelace user 12 sk_l… api_key 3" in text_of(named)
     assert 'data-events="/events?names=shown"' in named.text
+    assert 'form="pick" name="pick" value="user ada.lovelace"' in named.text
+    assert '"pick"' not in masked.text
     assert [record.message for record in caplog.records if "overview" in record.name] == [
         "admin@ipv4:127.0.0.1:5 looks at the names of denied identifiers"
     ] * 2
