@@ -39,7 +39,7 @@ from ratelimitd.backtest.trace import (
 )
 from ratelimitd.buckets.appender import Appender
 from ratelimitd.buckets.keys import BucketKeys
-from ratelimitd.buckets.state_dir import is_held
+from ratelimitd.buckets.state_dir import is_held, why
 from ratelimitd.clock import Clock
 from ratelimitd.counters import CheckStats
 from ratelimitd.errors import StartupError
@@ -371,7 +371,7 @@ def _trace_of(directory: Path) -> bytes:
             _make_trace(path)
         trace = path.read_bytes()
     except OSError as error:
-        message = f"RECORD_DIR: {directory} cannot be used: {error.strerror}"
+        message = f"RECORD_DIR: {directory} cannot be used: {why(error)}"
         raise StartupError(message) from error
     if len(trace) != TRACE_BYTES:
         message = f"RECORD_DIR: {path} was not written by a node; remove it to begin another trace"

@@ -38,7 +38,7 @@ class StateDir:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock_fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            message = f"the state directory {directory} cannot be used: {error.strerror}"
+            message = f"STATE_DIR: {directory} cannot be used: {why(error)}"
             raise StartupError(message) from error
         try:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,6 +97,12 @@ class StateDir:
         """Release the lock."""
         os.ftruncate(self._lock_fd, 0)
         os.close(self._lock_fd)
+
+
+def why(error: OSError) -> str:
+    """Return why a directory cannot be made or used."""
+    # mkdir(exist_ok=True) raises FileExistsError where a file is in place of the directory.
+    return os.strerror(errno.ENOTDIR if error.errno == errno.EEXIST else error.errno or 0)
 
 
 def is_held(lock_fd: int) -> bool:

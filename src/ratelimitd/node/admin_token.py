@@ -111,7 +111,7 @@ def read_admin_token(path: Path, *, own: bool = True) -> str | None:
         # Opening a pipe without O_NONBLOCK would wait for a writer.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         descriptor = os.open(path, flags if own else flags | os.O_NOFOLLOW)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise _unusable(path, f"cannot be read: {error.strerror}") from None

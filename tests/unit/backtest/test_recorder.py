@@ -470,7 +470,7 @@ async def test_recording_continues_until_it_is_cancelled(record, monkeypatch):
 
 def test_the_error_names_an_unusable_directory(tmp_path, record):
     (tmp_path / "trace").write_text("")
-    with pytest.raises(StartupError, match=r"RECORD_DIR: .*trace cannot be used: File exists"):
+    with pytest.raises(StartupError, match=r"RECORD_DIR: .*trace cannot be used: Not a directory"):
         record()
 
 

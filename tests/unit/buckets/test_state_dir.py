@@ -37,7 +37,7 @@ def test_a_directory_in_use_is_refused_until_it_is_free(tmp_path):
 
 def test_a_path_that_is_not_a_directory_is_refused_by_name(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StartupError, match=r"file cannot be used: File exists"):
+    with pytest.raises(StartupError, match=r"^STATE_DIR: .*file cannot be used: Not a directory$"):
         StateDir.lock(tmp_path / "file")
 
 

@@ -230,10 +230,12 @@ def _unless_writable(area: str, path: Path) -> Finding | None:
     """Return a finding on a directory that a node must make first, or cannot write into."""
     if not path.exists():
         parent = next(parent for parent in path.absolute().parents if parent.exists())
-        if os.access(parent, os.W_OK | os.X_OK):
+        if parent.is_dir() and os.access(parent, os.W_OK | os.X_OK):
             return ok(area, f"{path} will be made")
         what = f"{path} cannot be made in {parent}"
         return problem(area, what, "make it, owned by the node's user")
+    if not path.is_dir():
+        return problem(area, f"{path} is not a directory", "give the path of a directory")
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         what = f"{path} is not writable"
         return problem(area, what, "give it to the node's user, mode 0700")

@@ -59,6 +59,12 @@ FULL: Final = 0.8
 
 _SCRIPT: Final = Script(b"#!lua\nreturn 1")
 _CLUSTER_URL: Final = "the server is part of a Cluster: use redis+cluster:// in REDIS_URL"
+_UNREACHABLE: Final = "check REDIS_URL, the server, and the network between"
+_BAD_LOGIN: Final = re.compile(r"\banswered (NOAUTH|WRONGPASS)\b")
+_LOGIN: Final = (
+    "put the server's user and password into REDIS_URL, percent-encoded: redis://USER:PASSWORD@…, without a user"
+    " redis://:PASSWORD@…"
+)
 _PERMISSIONS: Final = "docs/cluster.md has the line that creates the user"
 
 
@@ -230,7 +236,12 @@ def _channel(asked: Asked) -> str:
 
 def explained(name: str, error: RateLimitdError) -> Finding:
     """Return the finding for a server that could not be reached or stopped answering."""
-    return problem(name, str(error), "check REDIS_URL, the server, and the network between")
+    return problem(name, str(error), _remedy_of(error, _UNREACHABLE))
+
+
+def _remedy_of(error: RateLimitdError, otherwise: str) -> str:
+    """Return what to do if a server refuses the login, and ``otherwise`` for any other error."""
+    return _LOGIN if _BAD_LOGIN.search(str(error)) else otherwise
 
 
 AREA: Final = "REDIS_URL"
@@ -365,7 +376,7 @@ async def _cluster(
             slots = map_of(reply, seed)
         except (StoreUnavailableError, StoreCorruptError) as error:
             remedy = "start it, or take it out of REDIS_URL; is it part of a Cluster?"
-            found.append(warning(f"store {seed}", str(error), remedy))
+            found.append(warning(f"store {seed}", str(error), _remedy_of(error, remedy)))
     if slots is None:
         return [*found, problem(AREA, "no server returns the slots of the Cluster", "see above")]
     for tag, server in enumerate(slots):
@@ -448,7 +459,10 @@ def _counted(numbers: Counter[str]) -> str:
 
 
 def _missing_file(url: urls.SqliteFile) -> Finding | None:
-    """Return a finding if the file is missing, else ``None``."""
+    """Return a finding if the file is missing or a directory, else ``None``."""
+    if url.path.is_dir():
+        remedy = f"give the path of a file, such as {url.path}/ratelimitd.db"
+        return problem(DATABASE_AREA, f"{url.path} is a directory", remedy)
     if url.path.exists():
         return None
     directory = url.path.absolute().parent

@@ -111,12 +111,13 @@ class SqliteDatabase:
 
     @asynccontextmanager
     async def upgrading(self) -> AsyncIterator[AsyncConnection]:
-        """Begin a transaction as :meth:`writing` does; error messages name the file."""
+        """Begin a transaction as :meth:`writing` does; error messages name the setting and the file."""
         try:
             async with self._writing.begin() as connection:
                 yield connection
         except SQLAlchemyError as error:
-            message = f"{meaning_of(error)}: {self._path}"
+            is_directory = " is a directory" if self._path.is_dir() else ""
+            message = f"DATABASE_URL: {meaning_of(error)}: {self._path}{is_directory}"
             if is_permanent(error, self._path):
                 raise StartupError(message) from error
             raise StoreUnavailableError(message) from error

@@ -56,6 +56,11 @@ async def test_missing_file_will_be_created(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+async def test_directory_in_place_of_the_file_is_named(tmp_path):
+    finding = await look(f"sqlite:///{tmp_path}")
+    assert (finding.level, finding.what) == ("problem", f"{tmp_path} is a directory")
+
+
 async def test_file_of_another_program_is_a_problem(tmp_path):
     connection = sqlite3.connect(tmp_path / "theirs.db")
     connection.execute("CREATE TABLE t (a)")

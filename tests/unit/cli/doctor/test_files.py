@@ -247,6 +247,15 @@ def test_directory_of_recorded_checks_is_checked_if_set(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def test_file_in_place_of_a_directory_is_a_problem(tmp_path):
+    path = tmp_path / "file"
+    path.touch(mode=0o700)
+    finding = one(check_state_dir(settings(state_dir=path)))
+    assert finding[:3] == ("STATE_DIR", "problem", f"{path} is not a directory")
+    assert one(check_record_dir(settings(record_dir=path)))[:2] == ("RECORD_DIR", "problem")
+    assert one(check_record_dir(settings(record_dir=path / "a"))).level == "problem"
+
+
 @pytest.fixture
 def not_allowed(monkeypatch):
     """Deny access: tests may run as root, who has all permissions."""

@@ -65,6 +65,10 @@ async def test_single_server_is_checked(tmp_path):
         [wrong] = await look(valkey.url.replace("s3cret-word", "wr0ng"))
         assert (wrong.level, "WRONGPASS" in wrong.what) == ("problem", True)
         assert "wr0ng" not in str(wrong)
+        [missing] = await look(f"redis://{valkey.address}")
+        assert "NOAUTH" in missing.what
+        for one in (wrong, missing):
+            assert "password into REDIS_URL" in one.remedy
         valkey.ask("REPLICAOF", "127.0.0.1", free_port())
         [replica] = await look(valkey.url)
         assert (replica.level, replica.what) == ("problem", "the server is a replica")
@@ -97,6 +101,7 @@ async def test_nodes_with_different_admin_tokens_are_reported(tmp_path):
 async def test_unreachable_server_is_a_problem():
     [finding] = await look(f"redis://127.0.0.1:{free_port()}")
     assert (finding.level, "no connection" in finding.what) == ("problem", True)
+    assert finding.remedy == "check REDIS_URL, the server, and the network between"
 
 
 async def test_missing_certificate_is_a_problem(tmp_path):
