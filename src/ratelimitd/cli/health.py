@@ -100,9 +100,12 @@ def reset(
       ratelimitd reset user alice /orders
       ratelimitd reset user alice /orders --also ip=192.0.2.7
     """
+    others = further(also)
     with target.client() as client:
-        client.reset(identifier, identifier_type, endpoint, also=further(also))
-    done = f"reset {identifier_type} {printable(identifier)} {printable(endpoint)}"
+        client.reset(identifier, identifier_type, endpoint, also=others)
+    identities = {identifier_type: identifier, **others}
+    named = " ".join(f"{kind} {printable(name)}" for kind, name in identities.items())
+    done = f"reset {named} {printable(endpoint)}"
     target.output.answer({}, done)
 
 

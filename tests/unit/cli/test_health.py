@@ -153,7 +153,11 @@ def test_reset_names_the_bucket(ask, node, options, out):
 
 
 def test_reset_of_a_combination_names_all_identities(ask, node):
-    assert ask("reset", "user", "ada", "**", "--also", "ip=::1").status == 0
+    assert ask("reset", "user", "ada", "**", "--also", "ip=::1") == (
+        0,
+        "reset user ada ip ::1 **\n",
+        "",
+    )
     assert node.seen[0].request == pb.ResetRequest(
         identifier="ada",
         identifier_type="user",
