@@ -1,10 +1,11 @@
-"""Prints messages as JSON for programs, and as aligned text for people.
+"""Prints messages as JSON or CSV for programs, and as aligned text for people.
 
 Does not determine content; never writes to stderr.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import select
@@ -102,6 +103,13 @@ class Output:
         self.line(self.styled(lines[0], "head"))
         for line in lines[1:]:
             self.line(line)
+
+    def csv(self, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """Print rows as CSV (RFC 4180) as they arrive."""
+        # Not with a line feed alone: Python 3.11 then leaves a carriage return in a field unquoted.
+        writer = csv.writer(sys.stdout)
+        writer.writerow(head)
+        writer.writerows(rows)
 
     def pairs(self, rows: Iterable[tuple[str, str]]) -> None:
         """Print names and values, indented, with aligned values."""

@@ -130,18 +130,26 @@ def list_assignments(
         str,
         typer.Option(metavar="TEXT", help="Only identifiers with this prefix; needs --type."),
     ] = "",
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print the file that `plans import` reads.")
+    ] = False,
 ) -> None:
     """Show assignments, ordered by identifier type and identifier.
 
     Example:
       ratelimitd plans list --plan blocked
       ratelimitd plans list --type user --prefix al --json
+      ratelimitd plans list --csv > plans.csv
     """
     demand(identifier_type or not prefix, "--prefix needs --type")
+    demand(not (as_csv and target.output.as_json), "give one of --csv and --json")
     with target.client() as client:
         found = client.assignments(plan=plan, identifier_type=identifier_type, prefix=prefix)
         if target.output.as_json:
             target.output.json_list(as_dict(one) for one in found)
+            return
+        if as_csv:
+            target.output.csv(COLUMNS, map(_cells, found))
             return
         rows = [
             (
@@ -154,6 +162,12 @@ def list_assignments(
             for one in found
         ]
     target.output.table(("TYPE", "IDENTIFIER", "PLAN", "EXPIRES", "NOTE"), rows)
+
+
+def _cells(one: pb.Assignment) -> tuple[str, str, str, int | str, str]:
+    """Return the row of an assignment in a file."""
+    named = one.identity
+    return named.identifier_type, named.identifier, one.plan, one.expire_time or "", one.note
 
 
 @asks_node

@@ -87,6 +87,22 @@ def test_list_is_a_table_of_every_page(ask, node):
     assert [one["plan"] for one in listed] == ["blocked", "pro"]
 
 
+def test_list_in_csv_is_what_import_reads(ask, node, imported):
+    node.page_size = 1
+    odd = 'a,"b\r\nc\rd'
+    ask("plans", "assign", "user", odd, "pro", "--note", "a, b")
+    ask("plans", "assign", "ip", "::1", "blocked", "--expires", "1999987200")
+    assigned = dict(node.assigned)
+    exported = ask("plans", "list", "--csv").out
+    assert exported.splitlines()[:2] == [HEADER.strip(), "ip,::1,blocked,1999987200,"]
+    node.assigned.clear()
+    assert imported(exported.encode()).out == "assigned 2 identities\n"
+    for one in (*assigned.values(), *node.assigned.values()):
+        one.etag = ""
+    assert node.assigned == assigned
+    assert ask("plans", "list", "--csv", "--json").status == 2
+
+
 def test_list_is_filtered_by_the_node(ask, node):
     ask("plans", "list", "--plan", "pro", "--type", "user", "--prefix", "al")
     request = node.seen[0].request
