@@ -213,9 +213,8 @@ class TryPage:
         """Return the window of a limit in an answer, which has only the nominal length of a calendar's."""
         book = self._parts.book()
         rule = book.get(of.rule_id) if book else None
-        plans = {"": rule.limits, **dict(rule.plans)} if rule else {}
-        same = (limit for limit in plans.get(of.plan, ()) if limit.name == name)
-        limit = next(same, None)
+        limits = rule.limits_of(of.plan) if rule else ()
+        limit = next((one for one in limits if one.name == name), None)
         return window_text(limit) if limit and limit.calendar else duration(of.window_seconds)
 
     def _page(
