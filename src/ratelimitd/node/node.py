@@ -6,6 +6,7 @@ Services and ports are in :mod:`ratelimitd.node.serving`; the supervisor handles
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
@@ -64,6 +65,10 @@ CLOSING_SHARE: Final = 0.3
 MAX_CLOSING_S: Final = 3.0
 """Part of DRAIN_S reserved for writing buckets and closing stores after the last call."""
 
+HTTP_END_S: Final = 0.75
+"""A worker waits so much longer than for its calls until its parent has ended HTTP. With the end of its own HTTP
+(STOP_GRACE_S) this must be shorter than a supervisor's OVERDUE_S."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -71,8 +76,9 @@ class Node:
     """One node: built from settings, started once, drained once. ``whole_load`` is for its rule feed.
 
     ``reuse_port``: the node is one of several processes on the gRPC port, and serves HTTP to their parent, see
-    :mod:`ratelimitd.workers`. ``may_listen`` is awaited before the node listens, when all else is open.
-    ``on_guard``: as for :class:`TokensFile`.
+    :mod:`ratelimitd.workers`. ``may_listen`` is awaited before the node listens, when all else is open,
+    and ``may_close`` before a draining node ends HTTP, for a bounded time, when its calls have ended. ``on_guard``: as
+    for :class:`TokensFile`.
     """
 
     def __init__(
@@ -84,6 +90,7 @@ class Node:
         whole_load: Callable[[], AbstractContextManager[None]] = nullcontext,
         reuse_port: bool = False,
         may_listen: Callable[[], Awaitable[None]] | None = None,
+        may_close: Callable[[], Awaitable[None]] | None = None,
         on_guard: Callable[[], None] = lambda: None,
     ) -> None:
         self.grpc_address = ""
@@ -128,6 +135,9 @@ class Node:
         self._whole_load = whole_load
         self._reuse_port = reuse_port
         self._may_listen = may_listen
+        self._may_close = may_close
+        self._close_by_s = 0.0
+        """End of the wait for ``may_close``, in the loop's time, once draining."""
         self._on_guard = on_guard
         self._rules_log = RulesLog()
         self._tokens: TokensFile | None = None
@@ -152,6 +162,8 @@ class Node:
         Takes at most about DRAIN_S. Idempotent.
         """
         self._draining = True
+        calls_s = self._settings.drain_s - self._closing_s
+        self._close_by_s = asyncio.get_running_loop().time() + calls_s + HTTP_END_S
         self._grpc_health.drain()
         if self._server is not None:
             await self._server.stop_accepting()
@@ -342,6 +354,8 @@ class Node:
             reuse_port=self._reuse_port,
         )
         self.http_address = await serving.start_http()
+        if self.http_address:
+            self._open.push_async_callback(self._http_may_end)
         # Ends the streams of open pages, which would delay the drain.
         self._open.push_async_callback(live.end)
         server = serving.grpc_server()
@@ -351,6 +365,12 @@ class Node:
         self._open.push_async_callback(server.stop, self._settings.drain_s - self._closing_s)
         self.grpc_address = await server.start()
         self._server = server
+
+    async def _http_may_end(self) -> None:
+        if self._may_close is not None and self._draining:  # not after a failed start
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._close_by_s):
+                    await self._may_close()
 
     def _new_limiter(
         self,

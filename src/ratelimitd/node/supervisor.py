@@ -45,6 +45,9 @@ class Overseer:
     async def may_listen(self) -> None:
         """Wait until the node may listen for calls; all else is open."""
 
+    async def may_close(self) -> None:
+        """Wait until a draining node may end HTTP; its calls have ended."""
+
     def checks_guarded(self) -> None:
         """Handle that checks need a credential because of TOKENS_FILE, even after it changes again."""
 
@@ -97,6 +100,7 @@ async def _serve(settings: Settings, context: logs.LogContext, overseer: Oversee
         whole_load=jobs.whole_load,
         reuse_port=overseer.reuse_port,
         may_listen=overseer.may_listen,
+        may_close=overseer.may_close,
         on_guard=overseer.checks_guarded,
     )
     async with overseer.attending(node, stop.ask):

@@ -17,6 +17,7 @@ from starlette.datastructures import Address, Headers, QueryParams
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ratelimitd.buckets.state_dir import LOCK_NAME
 from ratelimitd.retry import cancel_all
 from ratelimitd.web.server import short_name
 
@@ -123,7 +124,9 @@ class PassingOn:
                     with short_name(path) as name:
                         streams = await asyncio.open_unix_connection(name)
             except FileNotFoundError:
-                self._report_missing()
+                # A worker that ends removes its socket, and nothing else.
+                if not path.with_name(LOCK_NAME).exists():
+                    self._report_missing()
             except (OSError, TimeoutError):
                 pass
             else:

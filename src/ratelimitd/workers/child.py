@@ -59,6 +59,14 @@ class ChildProcess(ABC):
     async def ended(self) -> int:
         """Wait for its end; returns the exit status, −n for signal n."""
 
+    async def calls_ended(self) -> None:
+        """Wait until it waits for :meth:`close`, or has ended."""
+        await self.ended()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let it end HTTP and close its stores; no effect after its end."""
+
     def terminate(self) -> None:
         """Request a drain by SIGTERM; no effect after its end."""
         self._signal(signal.SIGTERM)
@@ -135,6 +143,8 @@ class WorkerProcess(ChildProcess):
         """It is ready to listen, or never will be."""
         self._settled = asyncio.Event()
         """It is ready, or never will be."""
+        self._calls_ended = asyncio.Event()
+        """It waits for the command to close, or has ended."""
         self._readiness: asyncio.Future[Readiness | None] | None = None
         self._report: asyncio.Future[Report | None] | None = None
         self._points: dict[str, dict[str, Reading]] = {}
@@ -194,6 +204,14 @@ class WorkerProcess(ChildProcess):
             self._report = self._ask(protocol.REPORT)
         return await _in_time(self._report, REPORT_TIMEOUT_S)
 
+    async def calls_ended(self) -> None:
+        """Wait until it reports so, or ends."""
+        await self._calls_ended.wait()
+
+    def close(self) -> None:
+        """Send the command."""
+        _send(self._writer, protocol.CLOSE)
+
     async def ended(self) -> int:
         """Wait for the end, and until all its messages are read."""
         await asyncio.shield(self._listening)
@@ -220,6 +238,7 @@ class WorkerProcess(ChildProcess):
         await self._process.wait()
         self._prepared.set()
         self._settled.set()
+        self._calls_ended.set()
         for question in (self._readiness, self._report):
             if question is not None:
                 question.set_result(None)
@@ -231,6 +250,8 @@ class WorkerProcess(ChildProcess):
         elif kind == "ready":
             self._is_ready = True
             self._settled.set()
+        elif kind == "calls ended":
+            self._calls_ended.set()
         elif kind == "guarded":
             self._guard.close()
         elif kind == "failed":

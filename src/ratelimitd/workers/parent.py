@@ -93,7 +93,8 @@ async def _serve(settings: Settings) -> int:
         pool = WorkerPool(respawners, store)
         stop = StopSignals(partial(_leave, pool))
         grpc_address = str(settings.listen)
-        http_address = await _start_http(settings, pool, workers, opened)
+        http = await opened.enter_async_context(AsyncExitStack())
+        http_address = await _start_http(settings, pool, workers, http)
         starting = asyncio.create_task(pool.start())
         try:
             if not await stop.comes_before(starting):
@@ -108,7 +109,7 @@ async def _serve(settings: Settings) -> int:
                 await stop.wait()
         finally:
             _log.info("draining %d workers", settings.workers)
-            failures = await pool.stop(settings.drain_s + OVERDUE_S)
+            failures = await pool.stop(settings.drain_s + OVERDUE_S, http.aclose)
         _log.info("drained")
     return process.failed(failures) if failures else EXIT_OK
 
@@ -148,7 +149,7 @@ async def _own_port(listen: Address, setting: str, opened: AsyncExitStack) -> Ad
 async def _start_http(
     settings: Settings, pool: WorkerPool, workers: Sequence[Settings], opened: AsyncExitStack
 ) -> str:
-    """Start the HTTP server, which outlives the workers; returns its address, empty when it is off.
+    """Start the HTTP server, which outlives each worker; returns its address, empty when it is off.
 
     Metrics and probes are answered here for all workers, every other request by one of them.
     """

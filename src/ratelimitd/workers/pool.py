@@ -105,6 +105,16 @@ class Respawner:
         """Return the current metrics of its process; ``None`` if there is no answer in time."""
         return await self._process.report() if self._process is not None and self._is_up else None
 
+    async def calls_ended(self) -> None:
+        """Wait until the draining process waits for :meth:`close`, or has ended."""
+        if self._process is not None:
+            await self._process.calls_ended()
+
+    def close(self) -> None:
+        """Let the draining process end HTTP and close its stores."""
+        if self._process is not None:
+            self._process.close()
+
     async def stop(self) -> str:
         """Drain the process; return why it failed to end cleanly, or an empty text."""
         if self._process is None:
@@ -128,6 +138,8 @@ class Respawner:
             try:
                 if not self._is_up:
                     await self.start()
+                await process.calls_ended()
+                process.close()
                 await process.ended()
             finally:
                 watching.cancel()
@@ -210,16 +222,28 @@ class WorkerPool:
         """Return whether a worker responds within ``READINESS_TIMEOUT_S``."""
         return await self._respawners[number].answers()
 
-    async def stop(self, timeout_s: float) -> str:
-        """Drain all workers; kill those that take longer. Return why they failed to end cleanly, or an empty text."""
+    async def stop(self, timeout_s: float, end_http: Callable[[], Awaitable[None]]) -> str:
+        """Drain all workers; kill those that take longer. Return why they failed to end cleanly, or an empty text.
+
+        ``end_http`` ends the server that forwards requests to workers; called when none has calls left.
+        """
         self._draining = True
         await self._background.stop()
         workers = {f"worker {number}": each for number, each in enumerate(self._respawners)}
+        closing = asyncio.create_task(self._close(end_http))
         reasons = await _stopped(workers, timeout_s)
+        await closing
         # Stopped last: draining workers settle in it.
         await self._keeping_store.stop()
         reasons += await _stopped(self._stores, STORE_STOP_S)
         return "; ".join(reasons)
+
+    async def _close(self, end_http: Callable[[], Awaitable[None]]) -> None:
+        # A worker that ended HTTP first would leave requests unanswered, which proxies take for denials.
+        await asyncio.gather(*(respawner.calls_ended() for respawner in self._respawners))
+        await end_http()
+        for respawner in self._respawners:
+            respawner.close()
 
     def kill(self) -> None:
         """End every process at once."""

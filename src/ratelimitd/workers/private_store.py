@@ -261,6 +261,9 @@ class StoreProcess(ChildProcess):
         """Return ``None``: the workers report on their store."""
         return None
 
+    def close(self) -> None:
+        """Do nothing: it waits for no command."""
+
     async def ended(self) -> int:
         """Wait for the end, and until all its output is read."""
         await asyncio.shield(self._reading)

@@ -2,8 +2,9 @@
 
 The parent first sends the worker's settings. The worker reports that it is prepared, waits for :data:`LISTEN`, and
 reports that it is ready, or why it failed. It answers the parent's requests in order, and reports when TOKENS_FILE
-closes checks; the parent then sends :data:`GUARD` to all workers. Each message of a worker is one line of JSON. The
-only I/O here is a worker's blocking read of its settings.
+closes checks; the parent then sends :data:`GUARD` to all workers. A worker that stops reports that its calls have
+ended, and waits for :data:`CLOSE`. Each message of a worker is one line of JSON. The only I/O here is a worker's
+blocking read of its settings.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ LISTEN: Final = b"listen\n"
 
 GUARD: Final = b"guard\n"
 """Command to close checks to callers without a credential: TOKENS_FILE has closed those of a worker."""
+
+CLOSE: Final = b"close\n"
+"""Command to end HTTP, write buckets and close stores; a worker that stops waits for it."""
 
 READINESS: Final = b"readiness\n"
 REPORT: Final = b"report\n"

@@ -49,6 +49,7 @@ class Parent(supervisor.Overseer):
         self._socket = sock
         self._writer: asyncio.StreamWriter | None = None
         self._may_listen = asyncio.Event()
+        self._may_close = asyncio.Event()
 
     @asynccontextmanager
     async def attending(self, node: Node, stop: Callable[[], None]) -> AsyncIterator[None]:
@@ -67,6 +68,11 @@ class Parent(supervisor.Overseer):
         """Report that the node is prepared, and wait for the command to listen."""
         self._send("prepared")
         await self._may_listen.wait()
+
+    async def may_close(self) -> None:
+        """Report that the calls have ended, and wait for the command to close, or the end of the parent."""
+        self._send("calls ended")
+        await self._may_close.wait()
 
     def checks_guarded(self) -> None:
         """Report it, for the other workers and for later ones, which may not see the entry of TOKENS_FILE."""
@@ -106,6 +112,8 @@ class Parent(supervisor.Overseer):
             while question := await reader.readline():
                 if question == protocol.LISTEN:
                     self._may_listen.set()
+                elif question == protocol.CLOSE:
+                    self._may_close.set()
                 elif question == protocol.GUARD:
                     node.guard_checks()
                 elif question == protocol.READINESS:
@@ -113,6 +121,7 @@ class Parent(supervisor.Overseer):
                 elif question == protocol.REPORT:
                     await _report(node, writer)
         _log.warning("the parent process is gone: draining")
+        self._may_close.set()
         stop()
 
 

@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.state_dir import StateDir
 from ratelimitd.errors import StartupError
+from ratelimitd.node import node as node_module
 from ratelimitd.node import startup
 from ratelimitd.node.node import Node
 from ratelimitd.node.serving import TRANSPORTS
@@ -83,11 +84,11 @@ def kept(tmp_path):
     }
 
 
-def node_of(kept, may_listen=None, **settings):
+def node_of(kept, may_listen=None, may_close=None, **settings):
     flags = {"LISTEN": "127.0.0.1:0", "HTTP_LISTEN": "127.0.0.1:0", "DRAIN_S": "1"}
     flags |= {"LOOPBACK_ADMIN": "on"}
     flags |= {name.upper(): str(value) for name, value in {**kept, **settings}.items()}
-    return Node(Settings.load({}, flags), may_listen=may_listen)
+    return Node(Settings.load({}, flags), may_listen=may_listen, may_close=may_close)
 
 
 def one_request_in(endpoint, *, seconds):
@@ -226,6 +227,44 @@ async def test_a_node_listens_last_and_when_it_is_allowed(kept):
     await starting
     assert node.grpc_address
     assert node.spoe_address
+    await node.drain()
+
+
+async def test_a_draining_node_answers_http_until_it_may_close(kept):
+    answered = []
+
+    async def may_close():
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(*node.grpc_address.split(":"))
+        async with httpx.AsyncClient(base_url=f"http://{node.http_address}") as http:
+            answered.append((await http.get("/readyz")).text)
+
+    node = node_of(kept, may_close=may_close)
+    await node.start()
+    await node.drain()
+    assert answered == ["not ready: draining\n"]
+
+
+async def test_a_draining_node_waits_to_close_for_a_bounded_time(kept, monkeypatch):
+    monkeypatch.setattr(node_module, "HTTP_END_S", 0.0)
+    node = node_of(kept, may_close=asyncio.Event().wait, drain_s="0")
+    await node.start()
+    await node.drain()
+
+
+@pytest.mark.parametrize("http_listen", ["", "127.0.0.1:0"])
+async def test_a_node_without_http_or_that_cannot_start_does_not_wait_to_close(kept, http_listen):
+    async def fail():
+        message = "LISTEN: taken"
+        raise StartupError(message)
+
+    waits = asyncio.Event().wait
+    node = node_of(kept, fail if http_listen else None, waits, http_listen=http_listen)
+    if http_listen:
+        with pytest.raises(StartupError):
+            await node.start()
+    else:
+        await node.start()
     await node.drain()
 
 

@@ -24,10 +24,13 @@ class StandIn:
     login_link = ""
     happened: ClassVar[list[str]]
 
-    def __init__(self, _settings, *, context, whole_load, reuse_port, may_listen, on_guard):
+    def __init__(
+        self, _settings, *, context, whole_load, reuse_port, may_listen, may_close, on_guard
+    ):
         self.context = context
         self.reuse_port = reuse_port
         self.may_listen = may_listen
+        self.may_close = may_close
         self.on_guard = on_guard
         assert whole_load is jobs.whole_load
 
@@ -39,6 +42,7 @@ class StandIn:
 
     async def drain(self):
         self.happened.append("drain")
+        await self.may_close()
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +88,9 @@ class Overseer(supervisor.Overseer):
 
     async def may_listen(self):
         self.recorded.append("lets it listen")
+
+    async def may_close(self):
+        self.recorded.append("lets it close")
 
     def checks_guarded(self):
         self.recorded.append("hears of closed checks")
@@ -192,6 +199,7 @@ def test_an_overseer_gets_the_events_that_a_terminal_shows(node, capsys):
         "hears of closed checks",
         "lets it listen",
         "ready 127.0.0.1:1",
+        "lets it close",
         "drained",
         "leaves",
     ]

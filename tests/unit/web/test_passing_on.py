@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from ratelimitd.buckets.state_dir import LOCK_NAME
 from ratelimitd.web import worker_proxy
 from ratelimitd.web.pages.sessions import Sessions
 from ratelimitd.web.server import HttpServer, listening_at
@@ -251,6 +252,15 @@ async def test_missing_worker_is_reported(parent, caplog):
         assert (answer.status_code, answer.text) == (503, "no worker answers at the moment\n")
     (line,) = caplog.messages
     assert "STATE_DIR was emptied" in line
+
+
+async def test_worker_that_ends_is_not_reported_as_missing(parent, tmp_path, caplog):
+    for name in ("a", "b"):
+        await parent.start(name)
+        await parent.servers[-1].stop()
+    (tmp_path / LOCK_NAME).touch()
+    assert (await parent.http.get("/asked")).status_code == 503
+    assert not caplog.messages
 
 
 async def test_worker_that_refuses_the_connection_is_skipped(parent, monkeypatch):

@@ -75,6 +75,27 @@ def test_a_worker_that_ends_before_the_command_to_listen_reports_why(new_loop):
         runner.run(go())
 
 
+async def test_a_draining_worker_waits_for_the_command_to_close(start):
+    worker = await start("""
+        ready()
+        say("calls ended")
+        assert questions.readline() == b"close\\n"
+        sys.exit(3)
+        """)
+    await worker.ready()
+    await worker.calls_ended()
+    worker.close()
+    assert await worker.ended() == 3
+    worker.close()
+
+
+async def test_a_worker_that_has_ended_has_no_calls(start):
+    worker = await start("ready()\nsys.exit(3)")
+    await worker.ready()
+    await worker.calls_ended()
+    assert await worker.ended() == 3
+
+
 async def test_a_worker_gets_its_settings(start):
     reports = []
     worker = await start(

@@ -293,6 +293,32 @@ async def test_the_parent_is_not_ready_while_the_workers_drain(settings, started
     assert await serving == 0
 
 
+async def test_the_parent_ends_http_before_the_workers_end_theirs(settings, started, announced):
+    started.command = command(
+        """
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
+        ready()
+        signal.sigwait({signal.SIGTERM})
+        say("calls ended")
+        assert questions.readline() == b"close\\n"
+        os.kill(os.getppid(), signal.SIGUSR1)
+        signal.sigwait({signal.SIGUSR1})
+        """
+    )
+    may_close = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, may_close.set)
+    serving = asyncio.create_task(parent._serve(settings))
+    http_address = (await announced)[1]
+    os.kill(os.getpid(), signal.SIGTERM)
+    await may_close.wait()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(*http_address.split(":"))
+    assert [process._process.returncode for process in started.all] == [None] * 2
+    for process in started.all:
+        process._process.send_signal(signal.SIGUSR1)
+    assert await serving == 0
+
+
 def test_a_node_id_without_room_for_the_workers_number_is_refused(settings):
     longest = dataclasses.replace(settings, workers=64, node_id="n" * 125)
     assert len(parent.settings_of(longest, 63).node_id) == 128

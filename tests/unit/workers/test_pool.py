@@ -29,6 +29,10 @@ for question in questions:
 SILENT = "until_told()\nready()\ntime.sleep(60)"
 
 
+async def http_off():
+    """There is no HTTP server to end."""
+
+
 class Started(WorkerPool):
     """A pool that remembers its processes."""
 
@@ -55,7 +59,7 @@ async def pool():
     yield make
     for each in pools:
         each.kill()
-        await each.stop(10)
+        await each.stop(10, http_off)
 
 
 async def values(pool):
@@ -182,7 +186,7 @@ async def test_a_worker_that_cannot_start_fails_the_pool(pool):
     some = pool(SILENT, 'say("failed", "LISTEN: taken")')
     with pytest.raises(StartupError, match=r"^LISTEN: taken$"):
         await some.start()
-    assert await some.stop(10) == ""
+    assert await some.stop(10, http_off) == ""
     assert await some.processes[0][0].ended() in {0, -15}
 
 
@@ -204,6 +208,12 @@ class Step:
     async def keep(self, _name):
         await asyncio.Event().wait()
 
+    async def calls_ended(self):
+        pass
+
+    def close(self):
+        pass
+
     async def stop(self):
         return ""
 
@@ -220,7 +230,7 @@ async def test_no_worker_listens_before_all_can():
     slow.may_go_on.set()
     await starting
     assert steps[2:] == ["start quick", "start slow"]
-    await pool.stop(0)
+    await pool.stop(0, http_off)
 
 
 async def test_a_worker_that_starts_during_a_stop_is_not_kept():
@@ -232,7 +242,7 @@ async def test_a_worker_that_starts_during_a_stop_is_not_kept():
     late = Late("late", steps)
     late.may_go_on.set()
     pool = WorkerPool([late])
-    await pool.stop(0)
+    await pool.stop(0, http_off)
     await pool.start()
     for _ in range(9):
         await asyncio.sleep(0)
@@ -270,7 +280,7 @@ async def test_the_store_runs_from_before_the_workers_until_they_have_drained():
     await pool.start()
     await asyncio.sleep(0)
     assert steps == ["start store", "keep the private Valkey", "prepare worker", "start worker"]
-    reasons = await pool.stop(1)
+    reasons = await pool.stop(1, http_off)
     assert steps[4:] == ["stop worker", "store is not kept", "stop store"]
     assert reasons == "worker 0: it hung; the private Valkey: ended with status 1"
 
@@ -291,7 +301,7 @@ async def test_a_store_that_cannot_start_fails_the_pool():
 async def test_a_stop_during_the_start_of_the_store_starts_no_workers():
     class Late(Store):
         async def start(self):
-            await pool.stop(0)
+            await pool.stop(0, http_off)
 
     steps = []
     pool = WorkerPool([Step("worker", steps)], Late("store", steps))
@@ -316,7 +326,7 @@ async def test_a_worker_that_hangs_at_its_start_delays_the_others_for_a_bounded_
     pool = WorkerPool([Step("quick", steps), Step("slow", steps)])
     await pool.start()
     assert steps[-2:] == ["start quick", "start slow"]
-    await pool.stop(0)
+    await pool.stop(0, http_off)
 
 
 async def test_started_workers_are_kept_while_another_hangs_at_its_start(pool, monkeypatch):
@@ -335,10 +345,70 @@ async def test_started_workers_are_kept_while_another_hangs_at_its_start(pool, m
 async def test_all_workers_drain_at_once_and_the_pool_is_not_ready_meanwhile(pool):
     both = pool(ANSWERING, ANSWERING)
     await both.start()
-    stopping = asyncio.create_task(both.stop(10))
+    stopping = asyncio.create_task(both.stop(10, http_off))
     await asyncio.sleep(0)
     assert await both.readiness() == Readiness(ready=False, reason="draining")
     assert await stopping == ""
+
+
+class Draining(Step):
+    """A respawner whose process ends its calls when the test allows it, and itself when it is let close."""
+
+    def __init__(self, name, steps):
+        super().__init__(name, steps)
+        self.may_end = asyncio.Event()
+
+    async def calls_ended(self):
+        await self.may_go_on.wait()
+        self.steps.append(f"{self.name}: calls ended")
+
+    def close(self):
+        self.steps.append(f"{self.name}: close")
+        self.may_end.set()
+
+    async def stop(self):
+        await self.may_end.wait()
+        return ""
+
+    def kill(self):
+        self.steps.append(f"{self.name}: killed")
+        self.may_go_on.set()
+        self.may_end.set()
+
+
+async def test_http_ends_when_no_worker_has_calls_and_before_any_closes():
+    steps = []
+
+    async def end_http():
+        steps.append("HTTP ends")
+        await asyncio.sleep(0)
+        steps.append("HTTP has ended")
+
+    quick, slow = Draining("quick", steps), Draining("slow", steps)
+    stopping = asyncio.create_task(WorkerPool([quick, slow]).stop(10, end_http))
+    quick.may_go_on.set()
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert steps == ["quick: calls ended"]
+    slow.may_go_on.set()
+    assert await stopping == ""
+    assert steps[1:] == [
+        "slow: calls ended",
+        "HTTP ends",
+        "HTTP has ended",
+        "quick: close",
+        "slow: close",
+    ]
+
+
+async def test_http_ends_also_when_workers_are_killed():
+    steps = []
+
+    async def end_http():
+        steps.append("HTTP ends")
+
+    await WorkerPool([Draining("slow", steps)]).stop(0, end_http)
+    assert steps == ["slow: killed", "slow: calls ended", "HTTP ends", "slow: close"]
 
 
 async def test_a_worker_that_fails_to_end_cleanly_is_named_by_number(pool):
@@ -351,10 +421,10 @@ async def test_a_worker_that_fails_to_end_cleanly_is_named_by_number(pool):
         """,
     )
     await some.start()
-    assert await some.stop(10) == "worker 1: it hung"
+    assert await some.stop(10, http_off) == "worker 1: it hung"
 
 
 async def test_a_worker_that_takes_too_long_is_killed(pool):
     some = pool("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\ntime.sleep(60)")
     await some.start()
-    assert await some.stop(0) == "worker 0: ended by signal 9"
+    assert await some.stop(0, http_off) == "worker 0: ended by signal 9"

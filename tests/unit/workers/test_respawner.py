@@ -27,12 +27,14 @@ class Process:
         self.recorded = []
         self.waited_for = []
         self.hangs = False
+        self.waits_to_close = asyncio.Event()
         self._end = asyncio.get_running_loop().create_future()
         if failure:
             self.end(1, failure)
 
     def end(self, status=-9, reason="ended by signal 9"):
         self.reason = reason
+        self.waits_to_close.set()
         self._end.set_result(status)
 
     async def prepared(self):
@@ -48,6 +50,13 @@ class Process:
         if self.failure:
             raise StartupError(self.failure)
         self.came.set()
+
+    async def calls_ended(self):
+        await self.waits_to_close.wait()
+
+    def close(self):
+        if not self._end.done():
+            self.recorded.append("close")
 
     async def ended(self):
         return await asyncio.shield(self._end)
@@ -211,11 +220,30 @@ async def test_the_readiness_of_a_worker_is_that_of_its_process(kept):
     assert await kept.respawner.readiness() == Readiness(ready=False, reason="no answer")
 
 
+async def test_a_process_that_stops_of_its_own_closes_at_once(kept):
+    process = kept.processes[0]
+    process.waits_to_close.set()
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert process.recorded == ["close"]
+    assert kept.respawner.restarts_total == 0  # it has yet to end
+
+
+async def test_a_draining_process_is_let_close(kept):
+    kept.keeping.cancel()
+    kept.processes[0].waits_to_close.set()
+    await kept.respawner.calls_ended()
+    kept.respawner.close()
+    assert kept.processes[0].recorded == ["close"]
+
+
 async def test_without_a_process_calls_have_no_effect():
     pool = Kept().respawner
     assert await pool.readiness() == Readiness(ready=False, reason="starting")
     assert await pool.report() is None
     pool.kill()
+    await pool.calls_ended()
+    pool.close()
     assert await pool.stop() == ""
 
 

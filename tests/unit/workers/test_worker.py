@@ -84,6 +84,23 @@ async def test_an_early_command_to_listen_is_kept(talk):
     await talk.overseer.may_listen()
 
 
+async def test_a_worker_reports_the_end_of_its_calls_and_closes_on_command(talk):
+    waiting = asyncio.create_task(talk.overseer.may_close())
+    assert await talk.said() == ["calls ended"]
+    talk.writer.write(protocol.READINESS)
+    assert await talk.said() == ["readiness", False, "draining"]
+    assert not waiting.done()
+    talk.writer.write(protocol.CLOSE)
+    await waiting
+
+
+async def test_a_worker_closes_when_the_parent_is_gone(talk):
+    waiting = asyncio.create_task(talk.overseer.may_close())
+    assert await talk.said() == ["calls ended"]
+    talk.writer.close()
+    await waiting
+
+
 async def test_requests_are_answered_in_order(talk):
     talk.node.metrics = OneMetric()
     talk.writer.write(protocol.READINESS + protocol.REPORT + b"of tomorrow\n" + protocol.READINESS)
