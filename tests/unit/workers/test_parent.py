@@ -333,7 +333,7 @@ def test_a_failed_start_is_a_one_line_error_with_status_1(settings, monkeypatch,
     (tmp_path / "state").write_text("no directory")
     unnamed = dataclasses.replace(settings, node_id="")
     assert parent.run(unnamed) == 1
-    assert capsys.readouterr().err.startswith("Error: the state directory")
+    assert capsys.readouterr().err.startswith("Error: STATE_DIR: ")
     assert configured["context"].node_id == unnamed.node_name
 
 
