@@ -95,11 +95,12 @@ class Policies:
     def check(self, check, now_us):
         """Return ((rule id, name), answer) of all limits, the deciding one first."""
         plans = self.plans(check, now_us)
-        for plan, end_s in plans.values():
-            if plan == "blocked":
-                wait_s = min(INT32_MAX, math.ceil(end_s - Fraction(now_us, 1_000_000)))
-                wait_s = wait_s if end_s else INT32_MAX
-                return [((), (False, 0, end_s, wait_s, "BLOCKED"))]
+        ends_s = [end_s for plan, end_s in plans.values() if plan == "blocked"]
+        if ends_s:
+            end_s = 0 if 0 in ends_s else max(ends_s)  # 0: for ever
+            wait_s = min(INT32_MAX, math.ceil(end_s - Fraction(now_us, 1_000_000)))
+            wait_s = wait_s if end_s else INT32_MAX
+            return [((), (False, 0, end_s, wait_s, "BLOCKED"))]
         judging = self.judging(check, now_us)
         unlimited = True, INT32_MAX, 0, 0, "UNLIMITED"
         passed_over = [(bucket, unlimited) for _, limit, bucket in judging if limit is None]
