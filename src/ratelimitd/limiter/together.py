@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias, cast
 
 from ratelimitd.algorithms.several import MORE_THAN_ANY_LIMIT, Charge
@@ -18,11 +18,14 @@ class Together:
     """Checks without timestamps, of which all are charged if all pass.
 
     A bucket of several checks is charged their sum. Peeks do not see these charges, but a denied one denies them.
-    ``remaining_s`` is as in :meth:`Limiter.wait`.
+    ``remaining_s`` returns what :meth:`Limiter.wait` takes: the shared state may be asked twice.
     """
 
     def __init__(
-        self, limiter: Limiter, checks: Sequence[Check], remaining_s: float | None = None
+        self,
+        limiter: Limiter,
+        checks: Sequence[Check],
+        remaining_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._limiter = limiter
         self._remaining_s = remaining_s
@@ -50,7 +53,8 @@ class Together:
 
     async def _decide_alone(self) -> Decisions:
         late = [place for place in self._alone if place not in self._answers]
-        found = await self._limiter.wait([self._checks[place] for place in late], self._remaining_s)
+        asked = [self._checks[place] for place in late]
+        found = await self._limiter.wait(asked, self._remaining_s())
         # No answer is an error: only a timestamp causes one.
         self._answers.update(zip(late, cast("Decisions", found), strict=True))
         self._now_us = self._limiter.now_us()
@@ -78,7 +82,7 @@ class Together:
         outcomes: Sequence[Outcome | Exception]
         try:
             outcomes = await shared.wait_all(
-                charges, self._now_us, costs, self._remaining_s, peek=peek
+                charges, self._now_us, costs, self._remaining_s(), peek=peek
             )
         except Exception as error:  # noqa: BLE001 - as above
             outcomes = [error] * len(charges)

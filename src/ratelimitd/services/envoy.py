@@ -83,7 +83,7 @@ class EnvoyService:
         except InvalidInputError:
             self._stats.invalid_total += 1
             raise
-        decisions = Together(self._limiter, asked, call.time_remaining_s()).decide()
+        decisions = Together(self._limiter, asked, call.time_remaining_s).decide()
         if isinstance(decisions, Awaitable):
             return self._wait(decisions, started_s)
         return self._answer(decisions, started_s)

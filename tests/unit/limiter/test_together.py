@@ -152,11 +152,11 @@ class TestSharedBuckets:
         assert left(answers) == [(True, 4), (False, 0)]
         assert self.asked(node) == [(2, False), (1, False)]
 
-    async def test_the_shared_state_is_told_how_long_the_caller_waits(self):
+    async def test_the_shared_state_is_told_how_long_the_caller_still_waits(self):
         node = self.node(REFUSED, GRANTED)
         checks = [check_of(), check_of(endpoint=NONE, peek=True)]
-        await Together(node.limiter, checks, 0.02).decide()
-        assert node.shared.remaining_s == [0.02] * 2
+        await Together(node.limiter, checks, iter([0.02, 0.005]).__next__).decide()
+        assert node.shared.remaining_s == [0.02, 0.005]
 
     async def test_a_check_without_others_is_asked_alone(self, monkeypatch):
         node = self.node(GRANTED)
