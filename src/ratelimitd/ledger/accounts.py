@@ -182,11 +182,9 @@ class FixedWindowAccount:
         opened = _opened(state, rule, now_us)
         outcome = fixed_window.decide(opened, rule, now_us, cost)
         if not outcome[0]:
-            overdrawn = opened[0] > rule.limit and rule.window_seconds < LEAST_CALENDAR_S
-            return (
-                *(_paid_off(outcome, opened[0], rule, cost) if overdrawn else outcome)[:5],
-                state,
-            )
+            if opened[0] > rule.limit and rule.window_seconds < LEAST_CALENDAR_S:
+                outcome = _paid_off(outcome, opened[0], rule, cost)
+            return (*outcome[:5], state)
         count, latest_us = outcome[5]  # type: ignore[misc]  # of a fixed window it is such a pair
         return (*outcome[:5], _closed(count, latest_us, opened[2]))
 

@@ -61,8 +61,8 @@ def varint(number: int) -> bytes:
     if number < _KEPT:
         return KEPT[number]
     if number < _TWICE_KEPT:  # as below, without the call
-        return CONTINUED[number & _LOW_BITS] + KEPT[number >> _KEPT_BITS]
-    return CONTINUED[number & _LOW_BITS] + varint(number >> _KEPT_BITS)
+        return _CONTINUED[number & _LOW_BITS] + KEPT[number >> _KEPT_BITS]
+    return _CONTINUED[number & _LOW_BITS] + varint(number >> _KEPT_BITS)
 
 
 def read_varint(data: bytes, position: int) -> tuple[int, int]:
@@ -86,7 +86,7 @@ def _short(number: int) -> bytes:
 KEPT: Final = tuple(map(_short, range(_KEPT)))
 """Encodings of small numbers: 30 ns to look up, 300 to compute. With the next table, about 1.4 MB."""
 
-CONTINUED: Final = tuple(
+_CONTINUED: Final = tuple(
     bytes((number & _MORE - 1 | _MORE, number >> 7 | _MORE)) for number in range(_KEPT)
 )
 """The same with the continuation bit."""

@@ -23,6 +23,16 @@ from tests.unit.cluster.world import MS, RULE, SECOND, World, limited, name_of
 TEN = limited(10)
 
 
+def half_spent_beside_a_deaf_store():
+    """Return a world whose bucket has 5 of its 10 tokens left, settled, and whose store no longer answers."""
+    world = World(TEN)
+    world.know()
+    world.check(cost=5)
+    world.settle()
+    world.store.mode = "deaf"
+    return world
+
+
 def done_later(world, done):
     """Fail a request after the timeout."""
     world.timers.call_later(0.001, done, StoreUnavailableError("out of memory"))
@@ -164,11 +174,7 @@ class TestAsking:
         assert world.buckets.late_total == 0
 
     async def test_a_check_is_answered_once_and_within_20_ms(self):
-        world = World(TEN)
-        world.know()
-        world.check(cost=5)
-        world.settle()
-        world.store.mode = "deaf"
+        world = half_spent_beside_a_deaf_store()
         answer = world.wait(cost=4)
         world.run(20 * MS - 1)
         assert not answer.done()
@@ -182,11 +188,7 @@ class TestAsking:
         assert answer.result() is outcome
 
     async def test_a_check_is_answered_before_its_caller_stops_waiting(self):
-        world = World(TEN)
-        world.know()
-        world.check(cost=5)
-        world.settle()
-        world.store.mode = "deaf"
+        world = half_spent_beside_a_deaf_store()
         answer = world.wait(cost=4, remaining_s=0.012)
         world.run(9 * MS - 1)
         assert not answer.done()
@@ -194,11 +196,7 @@ class TestAsking:
         assert answer.result()[:2] == (True, 1)
 
     async def test_a_check_decided_after_a_timeout_counts_once_for_the_next_ones(self):
-        world = World(TEN)
-        world.know()
-        world.check(cost=5)
-        world.settle()
-        world.store.mode = "deaf"
+        world = half_spent_beside_a_deaf_store()
         assert world.check(cost=2)[:2] == (True, 3)
         view = world.cache.get(b"a").view
         assert (view.asked_tokens, view.asked_in_flight) == (0, 0)
@@ -210,11 +208,7 @@ class TestAsking:
         assert world.store.spent(b"a") == 10
 
     async def test_a_late_grant_is_charged_once(self):
-        world = World(TEN)
-        world.know()
-        world.check(cost=5)
-        world.settle()
-        world.store.mode = "deaf"
+        world = half_spent_beside_a_deaf_store()
         world.wait(cost=4)
         world.run(SECOND)
         world.store.mode = "up"

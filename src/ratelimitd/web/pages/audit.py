@@ -71,6 +71,11 @@ class Changes(NamedTuple):
     away: bool = False
     """The store did not answer."""
 
+    @property
+    def newest_of_rules(self) -> int:
+        """The revision of the newest change of rules; 0 if there is none."""
+        return next((one.entry.revision for one in self.changes if not one.identity), 0)
+
 
 class AuditTrail:
     """Reads pages of changes."""
@@ -90,11 +95,6 @@ class AuditTrail:
         shown = [_change(entry) for entry in entries[:PAGE_CHANGES]]
         more = len(entries) > PAGE_CHANGES
         return Changes(shown, entries[PAGE_CHANGES - 1].revision if more else 0)
-
-    async def in_force(self) -> int:
-        """Return the revision of the newest change of rules; 0 if unknown, or older than a page of changes."""
-        page = await self.page("", None)
-        return next((one.entry.revision for one in page.changes if not one.identity), 0)
 
     async def stored(self, rule_id: str) -> Rule | None:
         """Return the rule as its last change left it; ``None`` if deleted or unknown."""
@@ -209,6 +209,8 @@ class AuditPages:
         """Show a page of the selected changes."""
         query = AuditQuery.of_parameters(request.query_params)
         changes = await self._trail.page(query.rule, query.first_below, query.filter)
+        is_newest = not (query.before or query.is_filtered)
+        newest = changes if is_newest or changes.away else await self._trail.page("", None)
         return self._frame.page(
             request,
             "audit.html",
@@ -216,7 +218,7 @@ class AuditPages:
             query=query,
             actions=ACTIONS,
             trail=changes,
-            in_force=0 if changes.away else await self._trail.in_force(),
+            in_force=newest.newest_of_rules,
             done=request.query_params.get("done", "") == "reverted",
         )
 
