@@ -103,16 +103,6 @@ def deciding(limits: Sequence[Limit], outcomes: Sequence[Outcome]) -> int:
     return found
 
 
-def tightest(limits: Sequence[Limit], outcomes: Sequence[Outcome]) -> int:
-    """Return what :func:`deciding` does if all limits are enforced and allow the check."""
-    found, least, capacity = 0, outcomes[0][1], limits[0].capacity
-    for place in range(1, len(outcomes)):
-        remaining, its_capacity = outcomes[place][1], limits[place].capacity
-        if remaining * capacity < least * its_capacity:
-            found, least, capacity = place, remaining, its_capacity
-    return found
-
-
 def uncharged(bucket: Bucket, now_us: int) -> Outcome:
     """Return the outcome of an allowed check that costs nothing."""
     state, limit, decide = bucket

@@ -172,40 +172,48 @@ class BucketTable:
     ) -> list[Outcome]:
         """Decide a check on several buckets, and store their new states if no enforced limit denies it."""
         if len(set(costs)) == 1:
-            outcomes = self.charge_each(b"", charges, now_us, costs[0])
-            if outcomes is not None:
-                return outcomes
+            charged = self.charge_each(b"", charges, now_us, costs[0])
+            if charged is not None:
+                return charged[1]
         return self.apply_any(charges, now_us, costs)
 
     def charge_each(
         self, identifier: bytes, charges: Sequence[Charge], now_us: int, cost: int
-    ) -> list[Outcome] | None:
+    ) -> tuple[int, list[Outcome]] | None:
         """Decide as :meth:`apply_each` does if every bucket is in the table, an integer, and allows the check.
 
-        The keys of ``charges`` lack the ``identifier``, and all cost the same. ``None``: nothing was charged, and
-        :meth:`apply_any` decides.
+        The keys of ``charges`` lack the ``identifier``, and all cost the same.
+
+        Returns:
+            The index of the smallest remaining part of a capacity, among equals the first, and the outcomes; ``None``:
+            nothing was charged, and :meth:`apply_any` decides.
         """
         shards, shard_count, uses = self._shards, self._shard_count, self._uses
-        outcomes, values = [], []
-        for suffix, limit, decide in charges:
-            key = identifier + suffix
-            shard = shards[hash(key) % shard_count]
-            value = shard.get(key)
-            if type(value) is not int:
-                break
-            outcome = decide((value >> SPENT_SHIFT, value & LATEST_MASK), limit, now_us, cost)
-            if not outcome[0]:
-                break
-            values.append(value)
-            outcomes.append(outcome)
-            spent, latest_us = outcome[5]  # type: ignore[misc]  # an integer's state is a pair
-            try:
-                use = uses[limit.full_after_s]
-            except KeyError:
-                use = self._use(limit.full_after_s)
-            shard[key] = spent << SPENT_SHIFT | use | latest_us
-        else:
-            return outcomes
+        outcomes: list[Outcome] = []
+        values: list[int] = []
+        first, least, its_capacity = 0, 1, 0  # more than any part
+        try:
+            for suffix, limit, decide in charges:
+                key = identifier + suffix
+                shard = shards[hash(key) % shard_count]
+                value: int = shard[key]  # type: ignore[assignment]  # of bytes the next line raises TypeError
+                outcome = decide((value >> SPENT_SHIFT, value & LATEST_MASK), limit, now_us, cost)
+                allowed, remaining, _, _, _, (spent, latest_us) = outcome  # type: ignore[misc]  # a pair, as given
+                if not allowed:
+                    break
+                if remaining * its_capacity < least * limit.capacity:
+                    first, least, its_capacity = len(values), remaining, limit.capacity
+                values.append(value)
+                outcomes.append(outcome)
+                try:
+                    use = uses[limit.full_after_s]
+                except KeyError:
+                    use = self._use(limit.full_after_s)
+                shard[key] = spent << SPENT_SHIFT | use | latest_us
+            else:
+                return first, outcomes
+        except (KeyError, TypeError):
+            pass
         for (suffix, _, _), value in zip(charges, values, strict=False):
             key = identifier + suffix
             shards[hash(key) % shard_count][key] = value

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, cast
 from zlib import crc32
 
 from ratelimitd.algorithms import token_bucket
-from ratelimitd.algorithms.several import Charge, deciding, passes, tightest, wait_ms
+from ratelimitd.algorithms.several import Charge, deciding, passes, wait_ms
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.clock import Clock, TimestampPolicy, bounded, trusted
@@ -367,10 +367,12 @@ class Limiter:
             charged = own.charge_each(identifiers[0], scope.charged, now_us, cost)
             if charged is not None:
                 # As :meth:`_judged` does for allowed outcomes.
-                first = (deciding if scope.observes else tightest)(scope.limits, charged)
+                first, allowed = charged
+                if scope.observes:
+                    first = deciding(scope.limits, allowed)
                 self._stats.allowed_total += 1
                 scope.several[first].counters[0] += 1
-                return first, charged[first], charged
+                return first, allowed[first], allowed
             judge_each = own.apply_any
         charges = charges_of(identifiers, scope)
         if ahead_ms:

@@ -287,26 +287,30 @@ class BulkChecks:
         self, judged: tuple[int, Outcome, Sequence[Outcome]], parts: Sequence[_Parts]
     ) -> bytes:
         """Encode an answer; fastest if all limits allow the check and have tokens left."""
-        first, (allowed, remaining, reset_time, _, _, _), outcomes = judged
+        first, _, outcomes = judged
+        allowed, remaining, reset_time, _, _, _ = outcomes[first]
         _, _, (starts, others, end) = parts[first]
         resets = self._status_resets
-        if remaining and allowed and outcomes[first][0] and reset_time in resets:
-            # As in :meth:`answer`: the reason is WITHIN_LIMIT and the retry delay 0.
-            left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
+        if not (allowed and remaining):
+            return self._answer_any(judged, parts)
+        # As in :meth:`answer`: the reason is WITHIN_LIMIT and the retry delay 0.
+        left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
+        try:
             reset, status_reset = self._reset_times[reset_time], resets[reset_time]
             if not others:
                 return _ALLOWED_AND_REMAINING + left + reset + end
             pieces = [_ALLOWED_AND_REMAINING, left, reset, starts[len(left)], left, status_reset]
             for place, starts in others:
-                is_allowed, remaining, reset_time, _, _, _ = outcomes[place]
-                status_reset = resets.get(reset_time, b"")
-                if not (status_reset and is_allowed and remaining):
+                allowed, remaining, reset_time, _, _, _ = outcomes[place]
+                if not (allowed and remaining):
                     break
                 left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
-                pieces += (starts[len(left)], left, status_reset)
+                pieces += (starts[len(left)], left, resets[reset_time])
             else:
                 pieces.append(end)
                 return b"".join(pieces)
+        except KeyError:
+            pass  # a new reset time, or one of another length
         return self._answer_any(judged, parts)
 
     def _answer_any(

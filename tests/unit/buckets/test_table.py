@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ratelimitd.algorithms import DECIDE
+from ratelimitd.algorithms.several import deciding
 from ratelimitd.buckets import table as table_module
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.buckets.snapshot_format import MAX_TICK, full_after_s, pack, tick_of, unpack
@@ -455,6 +456,20 @@ class TestSeveral:
         assert self.charge(table, cost=2) == [(False, 1), (True, 91)]
         assert {name: table.value(name) for name in keys_of(table)} == held
         assert len(table) == 2
+
+    @pytest.mark.parametrize(
+        ("used", "first"), [((0, 0), 0), ((7, 0), 0), ((0, 70), 1), ((5, 50), 0), ((4, 50), 1)]
+    )
+    def test_the_smallest_remaining_part_of_a_capacity_is_found(self, used, first):
+        table, algorithm = BucketTable(10), Algorithm.TOKEN_BUCKET
+        steady = replace(RULE, algorithm=algorithm)
+        rules = {b"steady": steady, b"bursting": replace(steady, burst=100)}
+        for (name, rule), cost in zip(rules.items(), used, strict=True):
+            use(table, b"ada" + name, cost=cost, rule=rule)
+        charges = [(name, rule, DECIDE[algorithm]) for name, rule in rules.items()]
+        found, outcomes = table.charge_each(b"ada", charges, T, 0)
+        assert (found, [one[1] for one in outcomes]) == (first, [10 - used[0], 100 - used[1]])
+        assert deciding([*rules.values()], outcomes) == first
 
     def test_a_denied_check_makes_no_bucket(self):
         table = BucketTable(10)
