@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import trustme
+import uvloop
 from starlette.responses import PlainTextResponse
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
@@ -202,6 +203,18 @@ async def test_request_on_its_way_to_a_stopping_server_is_answered_and_told_that
         assert b" 200 " in answer
         assert answer.lower().count(b"connection: close") == 1
     await stopping
+
+
+def test_connection_accepted_in_the_iteration_of_the_stop_is_answered():
+    async def scenario():
+        server = HttpServer(hello, "127.0.0.1", 0)
+        host, _, port = (await server.start()).rpartition(":")
+        with socket.create_connection((host, int(port))) as peer:
+            peer.sendall(REQUEST)
+            await server.stop()
+            assert b" 200 " in await asyncio.to_thread(peer.recv, 1_000)
+
+    uvloop.run(scenario())  # asyncio accepts in a later iteration
 
 
 async def test_connection_that_stays_idle_is_closed_before_a_slow_answer_is_cut_off(
