@@ -57,6 +57,8 @@ class Respawner:
         self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, random)
         self._process: ChildProcess | None = None
         self._is_up = False
+        self._is_ending = False
+        """Its process was told to end HTTP, alone."""
 
     async def prepare(self) -> None:
         """Start a process, and wait until it is ready to listen.
@@ -96,10 +98,11 @@ class Respawner:
         return await self._process.readiness() or Readiness(ready=False, reason="no answer")
 
     async def answers(self) -> bool:
-        """Return whether its process responds in time."""
+        """Return whether its process responds in time, and takes requests."""
         if self._process is None or not self._is_up:
             return False
-        return await self._process.readiness() is not None
+        readiness = await self._process.readiness()
+        return readiness is not None and not self._is_ending  # it may have begun meanwhile
 
     async def report(self) -> Report | None:
         """Return the current metrics of its process; ``None`` if there is no answer in time."""
@@ -139,6 +142,7 @@ class Respawner:
                 if not self._is_up:
                     await self.start()
                 await process.calls_ended()
+                self._is_ending = True
                 process.close()
                 await process.ended()
             finally:
@@ -147,7 +151,7 @@ class Respawner:
         except StartupError as error:
             reason = str(error)
         self._process = None
-        self._is_up = False
+        self._is_up = self._is_ending = False
         self.totals.process_ended()
         return reason
 

@@ -229,10 +229,37 @@ async def test_a_process_that_stops_of_its_own_closes_at_once(kept):
     assert kept.respawner.restarts_total == 0  # it has yet to end
 
 
-async def test_a_draining_process_is_let_close(kept):
+async def test_a_process_that_ends_alone_is_sent_no_requests_before_it_closes(kept):
+    process = kept.processes[0]
+    assert await kept.respawner.answers()
+    process.readiness, answered = hung(process.readiness)
+    asked = asyncio.create_task(kept.respawner.answers())
+    process.waits_to_close.set()
+    while "close" not in process.recorded:  # noqa: ASYNC110 -- the respawner's own task
+        await asyncio.sleep(0)
+    answered.set()
+    assert not await asked
+    process.end(0, "")
+    await kept.next_process()
+    assert await kept.respawner.answers()
+
+
+def hung(readiness):
+    """Delay an answer until the event is set."""
+    answered = asyncio.Event()
+
+    async def late():
+        await answered.wait()
+        return await readiness()
+
+    return late, answered
+
+
+async def test_a_draining_process_takes_requests_until_it_is_let_close(kept):
     kept.keeping.cancel()
     kept.processes[0].waits_to_close.set()
     await kept.respawner.calls_ended()
+    assert await kept.respawner.answers()
     kept.respawner.close()
     assert kept.processes[0].recorded == ["close"]
 
