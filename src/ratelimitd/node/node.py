@@ -61,10 +61,6 @@ from ratelimitd.web.parts import Readiness
 if TYPE_CHECKING:
     from ratelimitd.observe.otel import OtelTracer
 
-CLOSING_SHARE: Final = 0.3
-MAX_CLOSING_S: Final = 3.0
-"""Part of DRAIN_S reserved for writing buckets and closing stores after the last call."""
-
 HTTP_END_S: Final = 0.75
 """A worker waits so much longer than for its calls until its parent has ended HTTP. With the end of its own HTTP
 (STOP_GRACE_S) this must be shorter than a supervisor's OVERDUE_S."""
@@ -162,8 +158,8 @@ class Node:
         Takes at most about DRAIN_S. Idempotent.
         """
         self._draining = True
-        calls_s = self._settings.drain_s - self._closing_s
-        self._close_by_s = asyncio.get_running_loop().time() + calls_s + HTTP_END_S
+        calls_until_s = asyncio.get_running_loop().time() + self._settings.calls_s
+        self._close_by_s = calls_until_s + HTTP_END_S
         self._grpc_health.drain()
         if self._server is not None:
             await self._server.stop_accepting()
@@ -183,10 +179,6 @@ class Node:
         if self._limiter is None or self._limiter.book is None:
             return Readiness(ready=False, reason="no rules are loaded yet")
         return Readiness(ready=True)
-
-    @property
-    def _closing_s(self) -> float:
-        return min(MAX_CLOSING_S, CLOSING_SHARE * self._settings.drain_s)
 
     async def _start(self) -> None:
         settings = self._settings
@@ -291,7 +283,8 @@ class Node:
             feed=feed,
             tracer=self._tracer,
         )
-        self._open.push_async_callback(cluster.drain, self._closing_s)
+        closing_s = self._settings.drain_s - self._settings.calls_s
+        self._open.push_async_callback(cluster.drain, closing_s)
         await cluster.start()
         if self._shared_time.is_known and isinstance(self._clock, SystemClock):
             self._clock.anchor()  # no check was answered by this clock yet
@@ -362,7 +355,7 @@ class Node:
         if self._may_listen is not None:
             await self._may_listen()
         self.spoe_address = await serving.start_spop()
-        self._open.push_async_callback(server.stop, self._settings.drain_s - self._closing_s)
+        self._open.push_async_callback(server.stop, self._settings.calls_s)
         self.grpc_address = await server.start()
         self._server = server
 

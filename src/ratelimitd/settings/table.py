@@ -50,6 +50,10 @@ from ratelimitd_wire.ratelimit_headers import NEWEST_REVISION, REVISIONS
 WORKER_RECORD_BYTES: Final = 10_000_000
 """Smallest part of RECORD_BYTES for a worker: 16 files of some blocks each."""
 
+CLOSING_SHARE: Final = 0.3
+MAX_CLOSING_S: Final = 3.0
+"""Part of DRAIN_S reserved for writing buckets and closing stores after the last call."""
+
 STATE_DIR_SOURCE: Final = "state directory"
 """Source of values that a parent makes for its workers: an admin token, the URL of a private store."""
 
@@ -290,6 +294,11 @@ class Settings:
         if self.admin_token or self.admin_sans:
             line = "LOOPBACK_ADMIN has no effect: ADMIN_TOKEN or ADMIN_SANS is set"
         return (line,)
+
+    @property
+    def calls_s(self) -> float:
+        """Part of DRAIN_S for calls in flight."""
+        return self.drain_s - min(MAX_CLOSING_S, CLOSING_SHARE * self.drain_s)
 
     @property
     def http_names(self) -> frozenset[str]:

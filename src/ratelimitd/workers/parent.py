@@ -109,7 +109,9 @@ async def _serve(settings: Settings) -> int:
                 await stop.wait()
         finally:
             _log.info("draining %d workers", settings.workers)
-            failures = await pool.stop(settings.drain_s + OVERDUE_S, http.aclose)
+            failures = await pool.stop(
+                settings.drain_s + OVERDUE_S, http.aclose, calls_s=settings.calls_s
+            )
         _log.info("drained")
     return process.failed(failures) if failures else EXIT_OK
 

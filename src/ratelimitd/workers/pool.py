@@ -226,15 +226,18 @@ class WorkerPool:
         """Return whether a worker responds within ``READINESS_TIMEOUT_S``."""
         return await self._respawners[number].answers()
 
-    async def stop(self, timeout_s: float, end_http: Callable[[], Awaitable[None]]) -> str:
+    async def stop(
+        self, timeout_s: float, end_http: Callable[[], Awaitable[None]], *, calls_s: float
+    ) -> str:
         """Drain all workers; kill those that take longer. Return why they failed to end cleanly, or an empty text.
 
-        ``end_http`` ends the server that forwards requests to workers; called when none has calls left.
+        ``end_http`` ends the server that forwards requests to workers; called when none has calls left, or after
+        ``calls_s``.
         """
         self._draining = True
         await self._background.stop()
         workers = {f"worker {number}": each for number, each in enumerate(self._respawners)}
-        closing = asyncio.create_task(self._close(end_http))
+        closing = asyncio.create_task(self._close(end_http, calls_s))
         reasons = await _stopped(workers, timeout_s)
         await closing
         # Stopped last: draining workers settle in it.
@@ -242,9 +245,12 @@ class WorkerPool:
         reasons += await _stopped(self._stores, STORE_STOP_S)
         return "; ".join(reasons)
 
-    async def _close(self, end_http: Callable[[], Awaitable[None]]) -> None:
-        # A worker that ended HTTP first would leave requests unanswered, which proxies take for denials.
-        await asyncio.gather(*(respawner.calls_ended() for respawner in self._respawners))
+    async def _close(self, end_http: Callable[[], Awaitable[None]], calls_s: float) -> None:
+        # A worker that ended HTTP first would leave requests unanswered, which proxies take for denials. The workers
+        # wait for one that hangs no longer than for calls.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(calls_s):
+                await asyncio.gather(*(respawner.calls_ended() for respawner in self._respawners))
         await end_http()
         for respawner in self._respawners:
             respawner.close()

@@ -59,7 +59,7 @@ async def pool():
     yield make
     for each in pools:
         each.kill()
-        await each.stop(10, http_off)
+        await each.stop(10, http_off, calls_s=60)
 
 
 async def values(pool):
@@ -186,7 +186,7 @@ async def test_a_worker_that_cannot_start_fails_the_pool(pool):
     some = pool(SILENT, 'say("failed", "LISTEN: taken")')
     with pytest.raises(StartupError, match=r"^LISTEN: taken$"):
         await some.start()
-    assert await some.stop(10, http_off) == ""
+    assert await some.stop(10, http_off, calls_s=60) == ""
     assert await some.processes[0][0].ended() in {0, -15}
 
 
@@ -230,7 +230,7 @@ async def test_no_worker_listens_before_all_can():
     slow.may_go_on.set()
     await starting
     assert steps[2:] == ["start quick", "start slow"]
-    await pool.stop(0, http_off)
+    await pool.stop(0, http_off, calls_s=60)
 
 
 async def test_a_worker_that_starts_during_a_stop_is_not_kept():
@@ -242,7 +242,7 @@ async def test_a_worker_that_starts_during_a_stop_is_not_kept():
     late = Late("late", steps)
     late.may_go_on.set()
     pool = WorkerPool([late])
-    await pool.stop(0, http_off)
+    await pool.stop(0, http_off, calls_s=60)
     await pool.start()
     for _ in range(9):
         await asyncio.sleep(0)
@@ -280,7 +280,7 @@ async def test_the_store_runs_from_before_the_workers_until_they_have_drained():
     await pool.start()
     await asyncio.sleep(0)
     assert steps == ["start store", "keep the private Valkey", "prepare worker", "start worker"]
-    reasons = await pool.stop(1, http_off)
+    reasons = await pool.stop(1, http_off, calls_s=60)
     assert steps[4:] == ["stop worker", "store is not kept", "stop store"]
     assert reasons == "worker 0: it hung; the private Valkey: ended with status 1"
 
@@ -301,7 +301,7 @@ async def test_a_store_that_cannot_start_fails_the_pool():
 async def test_a_stop_during_the_start_of_the_store_starts_no_workers():
     class Late(Store):
         async def start(self):
-            await pool.stop(0, http_off)
+            await pool.stop(0, http_off, calls_s=60)
 
     steps = []
     pool = WorkerPool([Step("worker", steps)], Late("store", steps))
@@ -326,7 +326,7 @@ async def test_a_worker_that_hangs_at_its_start_delays_the_others_for_a_bounded_
     pool = WorkerPool([Step("quick", steps), Step("slow", steps)])
     await pool.start()
     assert steps[-2:] == ["start quick", "start slow"]
-    await pool.stop(0, http_off)
+    await pool.stop(0, http_off, calls_s=60)
 
 
 async def test_started_workers_are_kept_while_another_hangs_at_its_start(pool, monkeypatch):
@@ -345,7 +345,7 @@ async def test_started_workers_are_kept_while_another_hangs_at_its_start(pool, m
 async def test_all_workers_drain_at_once_and_the_pool_is_not_ready_meanwhile(pool):
     both = pool(ANSWERING, ANSWERING)
     await both.start()
-    stopping = asyncio.create_task(both.stop(10, http_off))
+    stopping = asyncio.create_task(both.stop(10, http_off, calls_s=60))
     await asyncio.sleep(0)
     assert await both.readiness() == Readiness(ready=False, reason="draining")
     assert await stopping == ""
@@ -385,7 +385,7 @@ async def test_http_ends_when_no_worker_has_calls_and_before_any_closes():
         steps.append("HTTP has ended")
 
     quick, slow = Draining("quick", steps), Draining("slow", steps)
-    stopping = asyncio.create_task(WorkerPool([quick, slow]).stop(10, end_http))
+    stopping = asyncio.create_task(WorkerPool([quick, slow]).stop(10, end_http, calls_s=60))
     quick.may_go_on.set()
     for _ in range(9):
         await asyncio.sleep(0)
@@ -407,8 +407,18 @@ async def test_http_ends_also_when_workers_are_killed():
     async def end_http():
         steps.append("HTTP ends")
 
-    await WorkerPool([Draining("slow", steps)]).stop(0, end_http)
+    await WorkerPool([Draining("slow", steps)]).stop(0, end_http, calls_s=60)
     assert steps == ["slow: killed", "slow: calls ended", "HTTP ends", "slow: close"]
+
+
+async def test_http_ends_after_the_time_for_calls_although_a_worker_hangs():
+    steps = []
+
+    async def end_http():
+        steps.append("HTTP ends")
+
+    await WorkerPool([Draining("hung", steps)]).stop(60, end_http, calls_s=0)
+    assert steps == ["HTTP ends", "hung: close"]
 
 
 async def test_a_worker_that_fails_to_end_cleanly_is_named_by_number(pool):
@@ -421,10 +431,10 @@ async def test_a_worker_that_fails_to_end_cleanly_is_named_by_number(pool):
         """,
     )
     await some.start()
-    assert await some.stop(10, http_off) == "worker 1: it hung"
+    assert await some.stop(10, http_off, calls_s=60) == "worker 1: it hung"
 
 
 async def test_a_worker_that_takes_too_long_is_killed(pool):
     some = pool("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\ntime.sleep(60)")
     await some.start()
-    assert await some.stop(0, http_off) == "worker 0: ended by signal 9"
+    assert await some.stop(0, http_off, calls_s=60) == "worker 0: ended by signal 9"
