@@ -129,6 +129,10 @@ UNAVAILABLE: Final = {
 MISCONFIGURED: Final = frozenset({"DENIED", "NOAUTH", "NOPERM", "NOPROTO", "WRONGPASS"})
 """Errors that last until a password or a permission is corrected."""
 
+REFUSING: Final = frozenset({"BUSY", "MISCONF", "NOREPLICAS", "OOM"})
+"""Temporary errors of a connected server that last until an operator acts: a failed sync opens no breaker, which would
+report them."""
+
 NOT_PRIMARY: Final = frozenset({"MASTERDOWN", "READONLY"})
 """Errors of a server that is no longer the primary: the connection is closed."""
 

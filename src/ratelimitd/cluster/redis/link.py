@@ -23,6 +23,7 @@ from ratelimitd.cluster.redis.connection import (
     NOSCRIPT,
     NOT_PRIMARY,
     REDIRECTIONS,
+    REFUSING,
     SILENCE_S,
     Connection,
     Done,
@@ -174,6 +175,9 @@ async def repeat_step(step: Callable[[], Awaitable[None]], sleep: Sleep = asynci
 LONG_LIFE_S: Final = 1.0
 """A connection that lived this long is replaced at once; others after a delay."""
 
+REPORT_AGAIN_S: Final = 60.0
+"""A connection lasts for weeks: a server that refuses again, or still, is reported at most this often."""
+
 Locate = Callable[[], Awaitable[Server]]
 """Returns the current address of the server; raises StoreUnavailableError while it is unknown."""
 
@@ -230,7 +234,7 @@ class Link:
         self._parked_weight = 0
         self._parked_until: asyncio.TimerHandle | None = None
         self._reported: type[RateLimitdError] | None = None
-        self._refusal_reported = False
+        self._refusal_reported_s: float | None = None
         self._load_errors: dict[bytes, RateLimitdError] = {}
         self._loading: set[bytes] = set()
         self._expected: tuple[str, str] | None = None
@@ -373,7 +377,7 @@ class Link:
             return
         connection.timeout_s = self._options.timeout_s
         self._connection = connection
-        self._refusal_reported = False
+        self._refusal_reported_s = None
         self._load_errors.clear()
         self._loading.clear()
         self.connections_total += 1
@@ -440,12 +444,17 @@ class Link:
         error = error_of(text)
         if isinstance(error, StoreClusterDownError):
             self.reports_cluster_down = True
-        if isinstance(error, StoreMisconfiguredError) and not self._refusal_reported:
-            self._refusal_reported = True
-            self._options.report(f"shared state at {self.name}: {error}")
+        if isinstance(error, StoreMisconfiguredError) or code in REFUSING:
+            self._report_refusal(error)
         request.resolve(error)
         if code in NOT_PRIMARY:
             connection.drop(error)
+
+    def _report_refusal(self, error: RateLimitdError) -> None:
+        now_s = self._loop.time()
+        if self._refusal_reported_s is None or now_s - self._refusal_reported_s >= REPORT_AGAIN_S:
+            self._refusal_reported_s = now_s
+            self._options.report(f"shared state at {self.name}: {error}")
 
     def _send_with_script(self, connection: Connection, request: Request, script: Script) -> None:
         """Load the script, once for all that need it; send the request again behind it unless its caller has left."""

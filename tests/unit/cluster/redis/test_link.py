@@ -3,6 +3,7 @@ from functools import partial
 
 import pytest
 
+from ratelimitd.cluster.redis import link as link_module
 from ratelimitd.cluster.redis.codec import Script
 from ratelimitd.cluster.redis.connection import Handshake, Request, pack
 from ratelimitd.cluster.redis.link import Link, connect
@@ -314,7 +315,7 @@ async def test_a_wrong_password_is_a_misconfiguration_until_corrected(tmp_path):
             assert len(lines) == 2
 
 
-async def test_a_missing_permission_is_reported_once_per_connection(valkey):
+async def test_a_missing_permission_is_reported_once_in_a_while(valkey, monkeypatch):
     valkey.ask("ACL", "SETUSER", "node", "on", ">pw", "~*", "+@all", "-get")
     lines = []
     options = PATIENT._replace(handshake=Handshake(Login("node", "pw")), report=lines.append)
@@ -322,7 +323,11 @@ async def test_a_missing_permission_is_reported_once_per_connection(valkey):
         for _ in range(3):
             assert isinstance(await asked(link.send, (b"GET", b"k")), StoreMisconfiguredError)
         assert await ask(link, b"PING") == b"PONG"
-    assert lines == [f"shared state at {valkey.address}: the shared state answered NOPERM"]
+        line = f"shared state at {valkey.address}: the shared state answered NOPERM"
+        assert lines == [line]
+        monkeypatch.setattr(link_module, "REPORT_AGAIN_S", 0.0)
+        assert isinstance(await asked(link.send, (b"GET", b"k")), StoreMisconfiguredError)
+    assert lines == [line, line]
 
 
 async def test_a_connection_to_a_primary_that_became_a_replica_is_closed(valkey):
@@ -348,7 +353,8 @@ async def test_a_connection_to_a_primary_that_became_a_replica_is_closed(valkey)
     ("option", "code"), [("maxmemory", "OOM"), ("min-replicas-to-write", "NOREPLICAS")]
 )
 async def test_a_server_that_cannot_write_is_unavailable_although_it_reads(valkey, option, code):
-    async with linked(at(valkey)) as link:
+    lines = []
+    async with linked(at(valkey), PATIENT._replace(report=lines.append)) as link:
         valkey.ask("CONFIG", "SET", option, 1)
         try:
             assert await ask(link, b"GET", b"k") is None
@@ -360,6 +366,7 @@ async def test_a_server_that_cannot_write_is_unavailable_although_it_reads(valke
             valkey.ask("CONFIG", "SET", option, 0)
         assert await asked(link.run, INCREMENT, (b"k",), (1,)) == 1
         assert link.connections_total == 1
+    assert lines == [f"shared state at {valkey.address}: the shared state answered {code}"]
 
 
 async def test_a_server_at_its_maximum_of_clients_is_unavailable(valkey):
