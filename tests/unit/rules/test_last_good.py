@@ -232,16 +232,28 @@ async def test_file_is_private_even_beside_a_leftover_temporary_one(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-async def test_failed_write_is_reported_and_the_next_one_is_tried(tmp_path, reports):
+async def test_failed_write_is_reported_and_tried_again_until_it_succeeds(tmp_path, reports):
     directory = tmp_path / "state"
-    last_good = LastGoodBook(directory, sleep=lambda _s: asyncio.sleep(0))
+
+    async def sleep(delay_s):
+        assert delay_s == WRITE_DELAY_S
+        if len(reports) == 2:
+            directory.mkdir()
+
+    last_good = LastGoodBook(directory, sleep=sleep)
     last_good.offer(book_of("/orders", revision=1), Assignments())
     await last_good._writer
-    assert reports == ["the last good rule book cannot be written: No such file or directory"]
-    directory.mkdir()
-    last_good.offer(book_of("/orders", revision=2), Assignments())
-    await last_good.close()
+    assert reports == ["the last good rule book cannot be written: No such file or directory"] * 2
+    assert (await LastGoodBook(directory).load()).book.revision == 1
     assert [entry.name for entry in directory.iterdir()] == [BOOK_FILE]
+
+
+async def test_close_tries_a_failed_write_once_more(tmp_path, reports):
+    last_good = LastGoodBook(tmp_path / "away", sleep=Pause())
+    last_good.offer(book_of("/orders", revision=1), Assignments())
+    await asyncio.sleep(0)
+    await last_good.close()
+    assert len(reports) == 1
 
 
 @pytest.fixture
