@@ -141,8 +141,12 @@ class LastGoodBook:
                 await self._write(*offered)
             except OSError as error:
                 _log.warning("the last good rule book cannot be written: %s", error.strerror)
-                if self._offered is None and not self._closing:
-                    self._offered = offered  # again after a delay: rules may not change for months
+                self._offer_again(offered)
+
+    def _offer_again(self, failed: LastGood) -> None:
+        # Rules may not change for months.
+        if self._offered is None and not self._closing:
+            self._offered = failed
 
     async def _write(self, book: RuleBook, assignments: Assignments) -> None:
         aside = self._path.with_name(f"{BOOK_FILE}.tmp")
