@@ -302,9 +302,8 @@ class HttpServer(uvicorn.Server):
         if self._acceptor is not None:
             await self._acceptor.close()
         state.is_over = True
-        await asyncio.sleep(
-            0
-        )  # uvloop reports the connections that it has accepted in this iteration
+        # In its next iteration uvloop reports the connections that it has accepted in this one.
+        await asyncio.sleep(0)
         for connection in self._connections:
             connection.announce_end()
         closing_idle = asyncio.get_running_loop().call_later(IDLE_GRACE_S, self._close_idle)
