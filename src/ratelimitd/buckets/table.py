@@ -213,7 +213,7 @@ class BucketTable:
             else:
                 return first, outcomes
         except (KeyError, TypeError):
-            pass
+            pass  # a bucket is missing, or not an integer
         for (suffix, _, _), value in zip(charges, values, strict=False):
             key = identifier + suffix
             shards[hash(key) % shard_count][key] = value
