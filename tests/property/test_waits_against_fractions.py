@@ -8,10 +8,13 @@ from itertools import chain
 
 import pytest
 
+from ratelimitd.buckets.holds import OwnHolds
 from ratelimitd.buckets.table import BucketTable
+from ratelimitd.ledger.holds import Hold
+from ratelimitd.limiter.scopes import charges_of
 from ratelimitd.model import Algorithm, Check, Enforcement, IdentifierType, Limit, Reason, Rule
 from ratelimitd.rules.book import RuleBook
-from tests.unit.limiter.nodes import limiter_of
+from tests.unit.limiter.nodes import KEYS, limiter_of
 
 pytestmark = pytest.mark.slice
 
@@ -64,6 +67,84 @@ def most_at_once(proceeds, limit):
     return worst
 
 
+class HoldingNode(Node):
+    """A node whose allowed checks and holds, with what they have been settled with, are its charges."""
+
+    def __init__(self, rule):
+        super().__init__(rule)
+        self.limiter = limiter_of(timestamps="server", buckets=(table := BucketTable(1_000)))
+        self.limiter.replace_book(RuleBook.of([rule], 1))
+        self.now_us = START_US
+        self.holds = OwnHolds(table, KEYS, lambda: self.now_us)
+        self.open = {}
+        self.has_owed = False
+
+    async def hold(self, number, cost):
+        prepared = self.limiter.prepare(Check(b"ada", USER, "/e", cost), self.now_us)
+        charges = charges_of(prepared.identifiers, prepared.scope)
+        number = number.to_bytes(16, "big")
+        held = await self.holds.hold(Hold(number, b"d", charges, self.now_us, cost, 10**12))
+        if held.expire_us:
+            self.open[number] = len(self.proceeds)
+            self.proceeds.append((self.now_us, cost))
+
+    async def settle(self, number, actual):
+        place = self.open.pop(number)
+        await self.holds.settle(number, [], actual, self.now_us)
+        at_us, held = self.proceeds[place]
+        self.proceeds[place] = at_us, actual
+        self.has_owed |= actual > held
+
+
+def excess(proceeds, limit, from_us):
+    """Return the tokens above the capacity at each time from ``from_us`` on at which something proceeds."""
+    level, before, found = Fraction(0), 0, {}
+    for at_us, cost in sorted(proceeds):
+        level = max(Fraction(0), level - Fraction((at_us - before) * limit.limit, limit.window_us))
+        level, before = level + cost, at_us
+        if at_us >= from_us:
+            found[at_us] = max(Fraction(0), level - limit.capacity)
+    return found
+
+
+async def play_with_holds(rng, met):
+    rule = random_rule(rng)
+    node = HoldingNode(rule)
+    slowest = max(limit.window_us // limit.limit for limit in rule.limits)
+    least = min(limit.capacity for limit in rule.limits)
+    for number in range(CHECKS):
+        node.now_us += rng.choice([0, 0, rng.randint(0, slowest), rng.randint(0, 10 * slowest + 1)])
+        cost = rng.choice([1, 1, rng.randint(1, least)])
+        if rng.random() < 0.3:
+            await node.hold(number, cost)
+            continue
+        if node.open and rng.random() < 0.4:
+            actual = rng.choice([0, 1, rng.randint(0, 3 * least), rng.randint(0, 10)])
+            await node.settle(rng.choice([*node.open]), actual)
+            continue
+        now_us, max_wait_ms = node.now_us, rng.choice([0, 50, 500, 5_000, 60_000])
+        at_once = node.check(now_us, cost, 0, peek=True)
+        before = [excess(node.proceeds, limit, now_us) for limit in rule.limits]
+        at_now = [excess([*node.proceeds, (now_us, 0)], limit, now_us) for limit in rule.limits]
+        is_paid = max(node.proceeds, default=(0, 0))[0] <= now_us and not any(
+            one[now_us] for one in at_now
+        )
+        decision = node.check(now_us, cost, max_wait_ms)
+        met[f"{at_once.allowed} {decision.allowed}"] += 1
+        if not decision.allowed:
+            later_us = now_us + 1_000 * max_wait_ms
+            assert not is_paid or not node.check(later_us, cost, 0, peek=True).allowed
+            met["denied, no debt"] += is_paid
+            continue
+        met["waits after a debt"] += decision.wait_ms > 0 and node.has_owed
+        proceeds_us = now_us + 1_000 * decision.wait_ms
+        for limit, earlier in zip(rule.limits, before, strict=True):
+            after = excess(node.proceeds, limit, now_us)
+            assert not after[proceeds_us], (rule, node.proceeds)
+            for at_us, tokens in after.items():
+                assert tokens <= earlier.get(at_us, 0), (rule, node.proceeds)
+
+
 def play(rng, met):
     rule = random_rule(rng)
     node, now_us = Node(rule), START_US
@@ -105,6 +186,16 @@ def test_no_interval_admits_more_than_the_bucket_and_its_refill():
     assert set(met) == {
         "WITHIN_LIMIT", "LIMIT_EXCEEDED", "COST_EXCEEDS_LIMIT", "waits", "waits for several",
         "waits behind one that waits",
+    }  # fmt: skip
+
+
+async def test_no_check_waits_for_tokens_of_a_debt_or_of_a_hold():
+    rng, met = random.Random(2), Counter[str]()
+    for _ in range(100):
+        await play_with_holds(rng, met)
+    assert min(met.values()) > 100, met
+    assert set(met) == {
+        "True True", "False True", "False False", "denied, no debt", "waits after a debt",
     }  # fmt: skip
 
 

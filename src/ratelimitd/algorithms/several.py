@@ -15,6 +15,7 @@ from ratelimitd.model import (
     MAX_TIME_US,
     US_PER_MS,
     WITHIN_LIMIT,
+    Algorithm,
     Enforcement,
     Limit,
     Outcome,
@@ -60,10 +61,10 @@ def wait_ms(buckets: Sequence[Bucket], now_us: int, cost: int, most_ms: int) -> 
     """
     latest_us = now_us
     for state, limit, decide in buckets:
-        if decide is not token_bucket.decide:
+        if limit.algorithm is not Algorithm.TOKEN_BUCKET:
             return 0
         if limit.enforcement is ENFORCE:
-            at_us = token_bucket.passes_at_us(state, limit, now_us, cost)
+            at_us = token_bucket.passes_at_us(state, limit, now_us, cost, decide)
             if at_us is None:
                 return 0
             latest_us = max(latest_us, at_us)

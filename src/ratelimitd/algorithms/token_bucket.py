@@ -13,7 +13,8 @@ of the clock while a check that was allowed ahead of its time waits; until then 
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from ratelimitd.model import (
     ALLOWED,
@@ -29,6 +30,8 @@ from ratelimitd.model import (
 )
 
 State = tuple[int, int]
+
+Judge = Callable[[Any, Limit, int, int], Outcome]
 
 _ROUND_UP: Final = US_PER_S - 1
 
@@ -83,28 +86,46 @@ def decide(state: State | None, rule: Limit, now_us: int, cost: int) -> Outcome:
     return denied(state, rule, now_us, cost, (spent, at_us))
 
 
-def passes_at_us(state: State | None, rule: Limit, now_us: int, cost: int) -> int | None:
-    """Return the first time from ``now_us`` on at which a check passes; ``None`` if it costs more than the capacity."""
+def passes_at_us(  # noqa: PLR0917 - what decides a check, and who decides it
+    state: State | None, rule: Limit, now_us: int, cost: int, judge: Judge = decide
+) -> int | None:
+    """Return the first time from ``now_us`` on at which a check passes.
+
+    ``None``: it costs more than the capacity, or the bucket is in debt, of which only a ``judge`` other than
+    :func:`decide` knows.
+    """
     if cost > rule.capacity:
         return None
-    outcome = decide(state, rule, now_us, cost)
+    outcome = judge(state, rule, now_us, cost)
     if state is None or outcome[0]:
         return now_us
     spent, latest_us = state
-    token = rule.window_us
-    excess = min(spent, rule.capacity_units) + (cost - rule.capacity) * token
+    if judge is decide:
+        spent = min(spent, rule.capacity_units)
+    elif _is_in_debt(state, rule, now_us):
+        return None
+    excess = spent + (cost - rule.capacity) * rule.window_us
     return latest_us - -excess // rule.limit
 
 
 def decide_ahead(
-    state: State | None, rule: Limit, now_us: int, cost: int, *, ahead_us: int
+    state: State | None,
+    rule: Limit,
+    now_us: int,
+    cost: int,
+    *,
+    ahead_us: int,
+    judge: Judge = decide,
 ) -> Outcome:
-    """Decide at ``now_us`` a check that proceeds ``ahead_us`` later.
+    """Decide at ``now_us`` a check that proceeds ``ahead_us`` later; ``judge`` as in :func:`passes_at_us`.
 
     The outcome is that of a check at the later time. The state reserves all refill until then, so that no interval
-    admits more than if the check were made when it proceeds.
+    admits more than if the check were made when it proceeds. A debt denies the check: kept as reserved refill, it would
+    not be seen once a hold gives tokens back.
     """
-    outcome = decide(state, rule, now_us + ahead_us, cost)
+    if judge is not decide and state is not None and _is_in_debt(state, rule, now_us):
+        return judge(state, rule, now_us, cost)
+    outcome = judge(state, rule, now_us + ahead_us, cost)
     if not outcome[0]:
         return outcome
     at_us = now_us if state is None else max(now_us, state[1])
@@ -114,6 +135,11 @@ def decide_ahead(
     if beyond <= 0:
         return (*outcome[:5], (beyond + capacity, at_us))
     return (*outcome[:5], (capacity, at_us - -beyond // rule.limit))
+
+
+def _is_in_debt(state: State, rule: Limit, now_us: int) -> bool:
+    spent, latest_us = state
+    return spent - max(0, now_us - latest_us) * rule.limit > rule.capacity_units
 
 
 def denied(  # noqa: PLR0917 - what both callers know

@@ -124,7 +124,10 @@ class LevelBucket(HeldBucket):
         """Return the state; an overdrawn one is judged by the ledger's account of the algorithm."""
         state = min(self._level, self._most(limit)), self._latest_us
         judge = ACCOUNTS[limit.algorithm].judge_of(state, limit)
-        return state, limit, decide if judge is DECIDE[limit.algorithm] else judge
+        if judge is DECIDE[limit.algorithm]:
+            return state, limit, decide
+        # A partial decides a check that proceeds later.
+        return state, limit, partial(decide, judge=judge) if isinstance(decide, partial) else judge
 
     def charge(
         self, charge: Charge, now_us: int, cost: int, state: Any, *, number: bytes | None = None
@@ -206,9 +209,10 @@ class LevelBucket(HeldBucket):
 
     def _refill(self, limit: Limit, decide: Decide, now_us: int) -> Change:
         """Return the change from the latest charge to just before ``now_us``, including that by an edit."""
-        # A check that proceeds later must not use the refill until then.
+        # A check that proceeds later must not use the refill until then; that until the latest charge is used already.
         ahead_us = decide.keywords["ahead_us"] if isinstance(decide, partial) else 0
-        refill = -_refilled(limit, self._latest_us, now_us), ahead_us * limit.limit, NEVER
+        reserved_us = max(0, now_us + ahead_us - max(now_us, self._latest_us))
+        refill = -_refilled(limit, self._latest_us, now_us), reserved_us * limit.limit, NEVER
         return both((0, 0, self._most(limit)), refill)
 
 

@@ -4,6 +4,7 @@ from functools import partial
 import pytest
 
 from ratelimitd.algorithms import token_bucket
+from ratelimitd.ledger.accounts import ACCOUNTS
 from ratelimitd.model import (
     INT32_MAX,
     MAX_TIME_US,
@@ -206,6 +207,22 @@ class TestAhead:
         assert token_bucket.passes_at_us(state, self.RULE, T + SECOND, 1) == T + SECOND
         owed = (9 * state[0], T)  # after the burst was lowered, one capacity is owed
         assert token_bucket.passes_at_us(owed, self.RULE, T, 1) == T + SECOND // 10
+
+    def test_a_check_waits_once_a_debt_is_paid(self):
+        judge = ACCOUNTS[Algorithm.TOKEN_BUCKET].judge
+        state = (9 * SECOND, T)  # 4 tokens more than the burst
+        paid_us, passes_us = T + 4 * SECOND // 10, T + 5 * SECOND // 10
+        assert token_bucket.passes_at_us(state, self.RULE, paid_us - 1, 1, judge) is None
+        assert token_bucket.passes_at_us(state, self.RULE, paid_us, 1, judge) == passes_us
+
+        def ahead(now_us):
+            ahead_us = passes_us - now_us
+            return token_bucket.decide_ahead(
+                state, self.RULE, now_us, 1, ahead_us=ahead_us, judge=judge
+            )
+
+        assert ahead(paid_us - 1)[::5] == (False, state)
+        assert ahead(paid_us)[::5] == (True, (5 * SECOND, passes_us))
 
     def test_a_check_that_proceeds_later_is_answered_as_of_that_time(self):
         state = spend(self.RULE, T, 5)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from itertools import count, islice
 
@@ -9,6 +10,7 @@ import pytest
 
 from ratelimitd.algorithms import DECIDE, token_bucket
 from ratelimitd.algorithms.calendar_window import in_force, window_at
+from ratelimitd.algorithms.several import wait_ms
 from ratelimitd.buckets import snapshot, snapshot_format
 from ratelimitd.buckets.appender import Appender
 from ratelimitd.buckets.holds import STEP, OwnHolds
@@ -17,7 +19,7 @@ from ratelimitd.buckets.snapshot import SnapshotLog
 from ratelimitd.buckets.table import BucketTable
 from ratelimitd.errors import HoldEndedError, HoldsFullError
 from ratelimitd.ledger.holds import Hold
-from ratelimitd.model import US_PER_S, Algorithm, Calendar, Limit, Period
+from ratelimitd.model import US_PER_S, Algorithm, Calendar, Enforcement, Limit, Period
 from ratelimitd.testing import ManualClock
 
 HOLD, BUCKET = snapshot_format.HOLDS, snapshot_format.APART
@@ -121,6 +123,37 @@ async def test_a_check_that_proceeds_later_is_charged_on_a_bucket_with_a_hold():
     scene.clock.advance(seconds=30)
     assert scene.check(cost=3)[0]
     assert not scene.check(cost=1)[0]
+
+
+async def test_a_settle_behind_checks_that_wait_gives_back_what_was_not_used():
+    scene = Scene()
+    await scene.hold(1, cost=10)
+    for number in range(1, 13):  # the last ones wait for more than a full bucket
+        ahead = partial(token_bucket.decide_ahead, ahead_us=number * 6 * US_PER_S)
+        assert scene.check(decide=ahead)[0]
+    settled = await scene.settle(1, 8)
+    assert [one[1] for one in settled.outcomes] == [2]
+    assert scene.check(cost=2)[0]
+    assert not scene.check()[0]
+
+
+async def test_an_observing_limit_in_debt_causes_no_wait_and_is_charged_once_it_is_paid():
+    scene = Scene()
+    observing = replace(TOKENS, limit=20, burst=10, enforcement=Enforcement.OBSERVE)
+    await scene.hold(1, limit=observing)
+    await scene.settle(1, 13)  # 3 more than the capacity
+    await scene.hold(2, b"b", cost=10)
+    decide = token_bucket.decide
+    for seconds, expected in ((0, [True, False]), (18, [True, True])):
+        scene.clock.advance(seconds=seconds)
+        now_us = scene.clock.now_us()
+        charges = [(b"b", TOKENS, decide), (b"a", observing, decide)]
+        waits_ms = wait_ms(scene.table.states(charges), now_us, 4, 60_000)
+        assert waits_ms == 24_000 - seconds * 1_000
+        later = partial(token_bucket.decide_ahead, ahead_us=waits_ms * 1_000)
+        charges = [(key, limit, later) for key, limit, _ in charges]
+        outcomes = scene.table.peek_each(charges, now_us, [4, 4])
+        assert [one[0] for one in outcomes] == expected
 
 
 async def test_changes_that_could_not_be_written_are_returned_again():
