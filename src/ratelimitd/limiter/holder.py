@@ -146,7 +146,7 @@ class Holder:
             entry = _InFlight([one[1:3] for one in charged], check.cost)
             self._open.add(number, held.expire_us, entry)
             self._count(entry, 1)
-        return Holding(decision, charged, held.expire_us)
+        return Holding(decision, charged or _one_bucket(held), held.expire_us)
 
     def _of_buckets(
         self, names: Sequence[bytes], prepared: PreparedCheck, held: Held
@@ -270,6 +270,15 @@ def _decided(limiter: Limiter, prepared: PreparedCheck, judged: _Judged) -> Deci
         return limiter.answer(judged[0][1], prepared)
     scope = replace(prepared.scope, several=tuple([one for one, _ in judged]))
     return limiter.answer([outcome for _, outcome in judged], prepared._replace(scope=scope))
+
+
+def _one_bucket(held: Held) -> Sequence[HeldLimit]:
+    """Return a bucket by which a hold is found that observing limits have denied, and none has charged.
+
+    Without one its settle could not end it, and it would count as in flight until its end.
+    """
+    answered = zip(held.names, held.outcomes, strict=True)
+    return [HeldLimit(name, "", "", "") for name, outcome in answered if outcome is not None][:1]
 
 
 def _refuse_lease_of_slots(charges: Sequence[Charge]) -> None:

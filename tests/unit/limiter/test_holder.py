@@ -108,6 +108,19 @@ async def test_a_hold_is_answered_like_a_check_and_in_flight_until_it_is_settled
     assert scene.stats.hold_tokens == {"held": 4, "refunded": 3, "debt": 0}
 
 
+async def test_a_hold_that_observing_limits_deny_is_in_flight_until_it_is_settled():
+    observing = replace(RULE, limit=1, enforcement=Enforcement.OBSERVE)
+    scene = Scene(rules=[observing], max_holds=1)
+    for _ in range(2):
+        held = await scene.hold()
+        assert held.decision.allowed
+        assert (scene.in_flight(), scene.stats.holds_open) == ([], 1)
+        assert await scene.extend(90) == held.expire_us + 30 * US_PER_S
+        settled = await scene.settle(1)
+        assert (settled.known, settled.limits) == (True, [])
+        assert scene.stats.holds_open == 0
+
+
 async def test_no_more_is_left_after_a_settle_than_the_edited_limit():
     scene = Scene()
     await scene.hold()
