@@ -226,6 +226,24 @@ def test_an_observing_limit_causes_no_wait_and_is_charged_if_it_passes():
 
 
 @pytest.mark.parametrize("algorithm", [Algorithm.SLIDING_WINDOW, Algorithm.FIXED_WINDOW])
+def test_an_observing_window_keeps_no_check_from_waiting_and_is_charged_at_once(algorithm):
+    window = Limit(
+        limit=3, window_seconds=60, algorithm=algorithm, name="candidate",
+        enforcement=Enforcement.OBSERVE,
+    )  # fmt: skip
+    rule = Rule(
+        "r", "/e", USER, limit=10, window_seconds=1, algorithm=Algorithm.TOKEN_BUCKET, burst=1,
+        more=(window,),
+    )  # fmt: skip
+    node = Node(rule)
+    answers = [node.check(START_US, 1, 1_000) for _ in range(4)]
+    assert [one.wait_ms for one in answers] == [0, 100, 200, 300]
+    assert [one.limits[1][:2] for one in answers] == [(True, 2), (True, 1), (True, 0), (False, 0)]
+    # The window's time is that of the checks, not when they proceed.
+    assert node.check(START_US + 60_000_000, 1, 0).limits[1][:2] == (True, 2)
+
+
+@pytest.mark.parametrize("algorithm", [Algorithm.SLIDING_WINDOW, Algorithm.FIXED_WINDOW])
 @pytest.mark.parametrize("place", [0, 1])
 def test_no_check_waits_on_a_window(algorithm, place):
     bucket = Limit(limit=1, window_seconds=1, algorithm=Algorithm.TOKEN_BUCKET, name="a")

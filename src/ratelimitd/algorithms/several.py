@@ -57,17 +57,18 @@ def decide_all(buckets: Sequence[Bucket], now_us: int, costs: Sequence[int]) -> 
 def wait_ms(buckets: Sequence[Bucket], now_us: int, cost: int, most_ms: int) -> int:
     """Return the whole ms after which a check passes every enforced limit.
 
-    0: immediately, or not within ``most_ms``, or a limit is not a token bucket: windows do not support waiting.
+    0: immediately, or not within ``most_ms``, or one of them is not a token bucket: windows do not support waiting.
     """
     latest_us = now_us
     for state, limit, decide in buckets:
+        if limit.enforcement is not ENFORCE:
+            continue
         if limit.algorithm is not Algorithm.TOKEN_BUCKET:
             return 0
-        if limit.enforcement is ENFORCE:
-            at_us = token_bucket.passes_at_us(state, limit, now_us, cost, decide)
-            if at_us is None:
-                return 0
-            latest_us = max(latest_us, at_us)
+        at_us = token_bucket.passes_at_us(state, limit, now_us, cost, decide)
+        if at_us is None:
+            return 0
+        latest_us = max(latest_us, at_us)
     found_ms = -(-(latest_us - now_us) // US_PER_MS)
     is_near = found_ms <= most_ms and now_us + found_ms * US_PER_MS <= MAX_TIME_US
     return found_ms if is_near else 0

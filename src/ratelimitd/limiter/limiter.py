@@ -352,7 +352,7 @@ class Limiter:
     ) -> tuple[int, Outcome, Sequence[Outcome]] | None:
         """Answer one check on the limits of ``scope.several``, and charge it if it is allowed and not a ``peek``.
 
-        ``ahead_ms``: the check proceeds that much later; all limits must be token buckets.
+        ``ahead_ms``: the check proceeds that much later; all enforced limits must be token buckets.
 
         Returns:
             The index in ``scope.several`` of the deciding limit, the check's outcome, and the outcomes of all limits;
@@ -551,6 +551,9 @@ class Limiter:
 
 
 def proceeding_later(charges: Sequence[Charge], ahead_ms: int) -> list[Charge]:
-    """Return the charges of a check that proceeds ``ahead_ms`` later."""
-    decide = partial(token_bucket.decide_ahead, ahead_us=ahead_ms * US_PER_MS)
-    return [(key, limit, decide) for key, limit, _ in charges]
+    """Return the charges of a check that proceeds ``ahead_ms`` later; observing windows are charged at once."""
+    ahead = partial(token_bucket.decide_ahead, ahead_us=ahead_ms * US_PER_MS)
+    return [
+        (key, limit, ahead if decide is token_bucket.decide else decide)
+        for key, limit, decide in charges
+    ]

@@ -136,6 +136,8 @@ class TestWaiting:
         assert self.wait((self.USED_UP, self.SECOND), (None, HOUR)) == 0
         observed = replace(self.MINUTE, enforcement=Enforcement.OBSERVE)
         assert self.wait((self.USED_UP, self.SECOND), (self.MINUTE_USED_UP, observed)) == 100
+        observed = replace(HOUR, enforcement=Enforcement.OBSERVE)
+        assert self.wait((self.USED_UP, self.SECOND), (None, observed)) == 100
 
     def test_no_wait_ends_after_the_latest_supported_time(self):
         spent = (self.SECOND.window_us, MAX_TIME_US)
