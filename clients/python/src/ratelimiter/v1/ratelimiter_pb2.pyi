@@ -215,7 +215,7 @@ class RateLimitRequest(_message.Message):
     peek: _builtins.bool
     """answer as if, spend nothing"""
     max_wait_ms: _builtins.int
-    """0 to 60000: allow also what passes after so long, with wait_ms; only where all limits are token buckets"""
+    """0 to 60000: allow also what passes after so long, with wait_ms; only where all enforced limits are token buckets"""
     @_builtins.property
     def also(self) -> _containers.RepeatedCompositeFieldContainer[Global___Identity]:
         """further identities that this request counts for: at most 7, each type once"""
