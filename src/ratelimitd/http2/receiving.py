@@ -289,14 +289,22 @@ class Receiver:
             self._block_ended(stream_id, fragment, ended=ended)
         else:
             self.announce_all()  # DATA of a pending head takes the fast path, which does not check for an open block
-            self._block = _OpenBlock(stream_id, ended, [fragment])
+            self._block = _OpenBlock(stream_id, ended, [])
             self.block_open = True
+            self._add_fragment(self._block, fragment)
 
     def _continuation(self, flags: int, _stream_id: int, payload: bytes) -> None:
         block = self._block
         if block is None:
             _protocol_error("CONTINUATION came without a header block")
-        block.fragments.append(payload)
+        self._add_fragment(block, payload)
+        if flags & frames.END_HEADERS:
+            self._block = None
+            self.block_open = False
+            self._block_ended(block.stream_id, b"".join(block.fragments), ended=block.ended)
+
+    def _add_fragment(self, block: _OpenBlock, fragment: bytes) -> None:
+        block.fragments.append(fragment)
         limits = self._limits
         if (
             len(block.fragments) > limits.max_continuations + 1
@@ -305,10 +313,6 @@ class Receiver:
             raise ConnectionFailureError(
                 ErrorCode.ENHANCE_YOUR_CALM, Cause.HEADER_BLOCK, "a header block is too large"
             )
-        if flags & frames.END_HEADERS:
-            self._block = None
-            self.block_open = False
-            self._block_ended(block.stream_id, b"".join(block.fragments), ended=block.ended)
 
     def _block_ended(self, stream_id: int, block: bytes, *, ended: bool) -> None:
         """Handle a complete header block. It is always decoded, for the dynamic table (§4.3)."""

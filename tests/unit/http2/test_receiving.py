@@ -685,6 +685,9 @@ def test_a_block_is_bounded_in_octets():
         block += b"v" * (100 + extra - len(block))
         client.feed(frame(HEADERS, 0, 1, block[:50]), last_continuation(1, block[50:]))
         assert client.end_cause == cause
+        client = peer(max_header_block_bytes=100, max_header_list_bytes=1_000)
+        client.feed(frame(HEADERS, 0, 1, block))
+        assert client.end_cause == cause
 
 
 def test_a_header_bomb_ends_the_connection():
