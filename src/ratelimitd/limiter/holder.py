@@ -111,11 +111,12 @@ class Holder:
                 a hold of another check, or a limit of concurrency is to be leased. Nothing was charged.
             HoldsFullError: the maximum of holds is reached. Nothing was charged.
         """
-        limiter = self._limiter
+        limiter, scope = self._limiter, None
         try:
             prepared = limiter.prepare(check)
             if isinstance(prepared, Decision):
                 return Holding(prepared)
+            scope = prepared.scope
             charges = charges_of(prepared.identifiers, prepared.scope)
             if lease:
                 _refuse_lease_of_slots(charges)
@@ -135,7 +136,7 @@ class Holder:
             self._stats.holds["refused"] += 1
             raise
         except Exception as error:  # noqa: BLE001 - the specification: an unexpected error never denies
-            return Holding(limiter.failed(error))
+            return Holding(limiter.failed(error, scope))
         if not held.expire_us:
             return Holding(decision)
         if held.is_first:

@@ -478,14 +478,12 @@ class Limiter:
         answered = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
         scopes = [one for one, outcome in there if not isinstance(outcome, Exception)]
         limits = [one.limit for one in scopes]
-        failures = [
-            outcome
-            for one, outcome in there
-            if isinstance(outcome, Exception) and (one.would_deny is None or not answered)
-        ]
+        errors = [(one, outcome) for one, outcome in there if isinstance(outcome, Exception)]
+        enforced = [error for one, error in errors if one.would_deny is None]
+        failures = enforced or [error for _, error in errors if not answered]
         if failures and passes(limits, answered):
             is_open = [error for error in failures if isinstance(error, BreakerOpenError)]
-            return self.failed((is_open or failures)[0])
+            return self.failed((is_open or failures)[0], judged_by)
         scope = (
             replace(judged_by, several=tuple(scopes)) if len(answered) < len(there) else judged_by
         )
@@ -524,13 +522,16 @@ class Limiter:
             return now_us
         return at_us
 
-    def failed(self, error: Exception) -> Decision:
-        """Answer a check that failed with ``error``: fail open, or deny if the open breaker denies."""
+    def failed(self, error: Exception, scope: Scope | None = None) -> Decision:
+        """Answer a check that failed with ``error``: fail open, or deny if the open breaker denies.
+
+        ``scope``: the limits that would have judged it; if all of them observe, the breaker denies nothing either.
+        """
         if not isinstance(error, BreakerOpenError):
             if not isinstance(error, StoreUnavailableError | StoreOverloadedError):
                 self._on_error(error)
             return self._fail_open(Reason.FAIL_OPEN_ERROR)
-        if not self.breaker_denies:
+        if not self.breaker_denies or (scope is not None and scope.only_observes):
             return self._fail_open(Reason.FAIL_OPEN_BREAKER)
         self._stats.blocked_total += 1
         self._stats.breaker_denied_total += 1

@@ -101,6 +101,11 @@ class Scope:
         return self if self.windows is None else self.windows.at(now_us)
 
     @property
+    def only_observes(self) -> bool:
+        """Whether none of its limits denies a check."""
+        return all(one.would_deny is not None for one in self.several or (self,))
+
+    @property
     def identifier_type(self) -> str:
         """The rule's identifier type."""
         return self.rule.identifier_type

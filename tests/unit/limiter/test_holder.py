@@ -192,6 +192,15 @@ async def test_a_hold_fails_open_when_the_store_fails(error, reason):
     assert (held.decision.allowed, held.decision.reason, held.limits) == (True, reason, ())
 
 
+@pytest.mark.parametrize("enforcement", [Enforcement.ENFORCE, Enforcement.OBSERVE])
+async def test_an_open_breaker_that_denies_denies_holds_by_enforced_limits_only(enforcement):
+    scene = Scene(Failing(BreakerOpenError(5)), rules=[replace(RULE, enforcement=enforcement)])
+    scene.limiter.breaker_denies = True
+    held = await scene.hold()
+    assert held.decision.reason is Reason.FAIL_OPEN_BREAKER
+    assert held.decision.allowed is (enforcement is Enforcement.OBSERVE)
+
+
 async def test_a_hold_beyond_the_maximum_is_refused_and_counted():
     scene = Scene(max_holds=1)
     await scene.hold(cost=1)

@@ -310,6 +310,21 @@ class TestSeveralSharedLimits:
         assert (answer[:5], len(answer.limits)) == (GRANTED[:5], 2)
         assert node.stats.would_deny == {"orders,seen": [1]}
 
+    @pytest.mark.parametrize("error", [BreakerOpenError(1), AWAY])
+    async def test_an_open_breaker_denies_no_check_that_only_observing_limits_judge(self, error):
+        first = replace(ORDERS, enforcement=Enforcement.OBSERVE)
+        node = Sharing(replace(first, more=(self.SEEN,)), breaker_denies=True)
+        answer = await node.wait(error, BreakerOpenError(1))
+        assert (answer.allowed, answer.reason) == (True, Reason.FAIL_OPEN_BREAKER)
+        assert (node.stats.blocked_total, node.stats.breaker_denied_total) == (0, 0)
+
+    async def test_an_open_breaker_on_an_observing_limit_does_not_deny_an_unanswered_check(self):
+        node = Sharing(replace(ORDERS, more=(self.SEEN,)), breaker_denies=True)
+        answer = await node.wait(AWAY, BreakerOpenError(1))
+        assert (answer.allowed, answer.reason) == (True, Reason.FAIL_OPEN_ERROR)
+        answer = await node.wait(BreakerOpenError(1), AWAY)
+        assert (answer.allowed, answer.reason) == (False, Reason.FAIL_OPEN_BREAKER)
+
     async def test_a_reset_affects_all_buckets(self, node):
         await node.limiter.reset(b"ada", USER, "/orders")
         ((keys, limits),) = node.shared.resets
