@@ -9,9 +9,9 @@ import pytest
 
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.cluster.redis.cluster_topology import SLOT_OF_TAG
-from ratelimitd.errors import HoldSettledError, StoreUnavailableError
+from ratelimitd.errors import BreakerOpenError, HoldSettledError, StoreUnavailableError
 from ratelimitd.ledger.holds import Hold
-from ratelimitd.model import US_PER_S, Algorithm
+from ratelimitd.model import US_PER_S, Algorithm, Enforcement
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.cluster.nodes import Nodes
 from tests.servers import Valkey, ValkeyCluster, ValkeySentinel, until
@@ -151,6 +151,38 @@ async def test_a_killed_server_loses_its_holds_and_creates_no_tokens(cluster):
         assert await two.left({lost: WINDOW}) == [30]
         assert (await two.settle(other[0], {lost: WINDOW}, 0)).is_first
         assert await two.left({lost: WINDOW}) == [100]
+
+
+async def test_holds_are_judged_by_reachable_servers_while_the_breaker_of_another_is_open(cluster):
+    async with nodes(cluster.url, CONSISTENCY="strict", REDIS_TIMEOUT_MS="300") as (one, two):
+        lost, full, window = (one.key_on(cluster, server) for server in (2, 0, 1))
+        one.cluster.watch()  # each server has its breaker
+        await one.hold({full: WINDOW}, WINDOW.limit)
+        cluster.nodes[2].kill()
+        await open_breaker(one, lost)
+        _, denied = await one.hold({lost: WINDOW, full: WINDOW, window: WINDOW})
+        assert (denied.outcomes[0], denied.outcomes[1][0], denied.expire_us) == (None, False, 0)
+        with pytest.raises(BreakerOpenError):
+            await one.hold({lost: WINDOW, window: WINDOW})
+        await has(two, {window: WINDOW}, [100])
+        observed = {lost: replace(WINDOW, enforcement=Enforcement.OBSERVE), window: WINDOW}
+        number, held = await one.hold(observed)
+        assert (held.is_first, held.outcomes[0], held.outcomes[1][1]) == (True, None, 90)
+        assert (await two.settle(number, [window], 0)).is_first
+        await has(two, {window: WINDOW}, [100])
+        cluster.nodes[2].start()
+        await soon(lambda: cluster.nodes[2].ask("CLUSTER", "INFO").startswith(b"cluster_state:ok"))
+
+
+async def open_breaker(node, lost):
+    """Make holds on a lost server until its breaker is open."""
+    while True:
+        try:
+            await node.hold({lost: WINDOW})
+        except BreakerOpenError:
+            return
+        except StoreUnavailableError:
+            await asyncio.sleep(0.01)
 
 
 async def has(node, buckets, expected):

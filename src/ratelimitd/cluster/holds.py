@@ -135,6 +135,7 @@ class SharedHolds:
         if not held.expire_us:
             withdraw(answers)
             return held
+        withdraw([one for one in answers if isinstance(one[1], RateLimitdError)])
         self._open.add(hold.number, self._now_us() + hold.ttl_us, None)
         outcomes = dict(zip(held.names, held.outcomes, strict=True))
         for name, limit in zip(names, limits, strict=True):
@@ -166,6 +167,9 @@ class SharedHolds:
         return reply.expire_us
 
     async def _step(self, call: StepCall, field: str) -> StepReply:
+        for name in call.names:
+            if (server := self._server_of(name)).is_open:
+                raise server.open_error()
         parts = self._parts(call.number, call.names)
         calls = [call._replace(names=[call.names[place] for place in places]) for places in parts]
         asks = [
@@ -198,16 +202,9 @@ class SharedHolds:
         return number[0] if self._store.decides_together else name[0]
 
     def _parts(self, number: bytes, names: Sequence[bytes]) -> Sequence[Sequence[int]]:
-        """Return the indexes of the buckets in each call of a hold.
-
-        Raises:
-            BreakerOpenError: a server's breaker is open.
-        """
+        """Return the indexes of the buckets in each call of a hold."""
         by_tag: dict[int, list[int]] = {}
         for place, name in enumerate(names):
-            server = self._server_of(name)
-            if server.is_open:
-                raise server.open_error()
             by_tag.setdefault(self._tag(number, name), []).append(place)
         return [*by_tag.values()]
 
@@ -220,7 +217,7 @@ class SharedHolds:
         names: Sequence[bytes],
         asks: Sequence[Callable[[_Done], None]],
     ) -> asyncio.Future[_Answers]:
-        """Send all calls concurrently, with retries; returns their answers."""
+        """Send all calls concurrently, with retries; returns their answers. An open breaker answers with its error."""
         all_there: asyncio.Future[_Answers] = self._new_future()
         answers: _Answers = []
 
@@ -233,7 +230,10 @@ class SharedHolds:
             all_there.set_result(answers)
         for places, ask in zip(parts, asks, strict=True):
             server = self._server_of(names[places[0]])
-            self._ask(server, ask, partial(answered, places), RETRIES)
+            if server.is_open:
+                answered(places, server.open_error())
+            else:
+                self._ask(server, ask, partial(answered, places), RETRIES)
         return all_there
 
     def _ask(

@@ -12,6 +12,7 @@ import enum
 from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeAlias
 
+from ratelimitd.algorithms.several import ENFORCE
 from ratelimitd.errors import (
     CheckInvalidError,
     HoldEndedError,
@@ -131,7 +132,8 @@ def conclude(
 ) -> Held:
     """Combine the parts of a hold of ``cost`` tokens. Unless the hold is made, the caller must withdraw its parts.
 
-    A denial precedes full buckets and failed parts, because a retry would be denied as well.
+    A denial precedes full buckets and failed parts, because a retry would be denied as well. A failed part that only
+    observes is left out; its buckets have no outcome.
 
     Raises:
         CheckInvalidError: the number belongs to a hold of another check, or to one that has ended or was settled.
@@ -150,9 +152,10 @@ def conclude(
         raise HoldsFullError(message)
     outcomes: dict[bytes, Outcome | None] = {}
     limit_of = dict(zip(names, limits, strict=True))
-    for _, reply in parts:
+    for places, reply in parts:
         if isinstance(reply, RateLimitdError):
-            if not is_denied:
+            is_enforced = any(limits[place].enforcement is ENFORCE for place in places)
+            if not is_denied and (is_enforced or not replies):
                 raise reply
             continue
         for name, outcome in zip(reply.names, reply.outcomes, strict=True):
@@ -160,10 +163,11 @@ def conclude(
             outcomes[name] = _without(outcome, limit_of[name], cost) if is_withdrawn else outcome
     if is_denied:
         return Held(names, [outcomes.get(name) for name in names], 0)
-    there = [name for name in names if name in outcomes]
+    is_first = made == {Made.MADE}
+    there = [name for name in names if is_first or name in outcomes]
     there += [name for name in outcomes if name not in limit_of]
     expire_us = min(reply.expire_us for reply in replies)
-    return Held(there, [outcomes[name] for name in there], expire_us, is_first=made == {Made.MADE})
+    return Held(there, [outcomes.get(name) for name in there], expire_us, is_first=is_first)
 
 
 def conclude_step(count: int, parts: Sequence[PartOfStep], *, field: str) -> StepReply:

@@ -377,6 +377,45 @@ async def test_in_a_cluster_an_unavailable_server_withdraws_the_charges_of_the_o
     assert (cluster.spent(b"a"), cluster.withdrawn()) == (0, [[b"a"]])
 
 
+async def test_in_a_cluster_an_open_breaker_does_not_hide_the_denial_of_another_server(cluster):
+    await cluster.hold(b"a", cost=600)
+    cluster.servers[ord("b")].is_open = True
+    held = await cluster.hold(b"b", b"a", cost=600, number=b"another number..")
+    assert (left(held.outcomes), held.expire_us) == ([None, (False, 400)], 0)
+    assert cluster.withdrawn() == []
+
+
+async def test_in_a_cluster_an_open_breaker_withdraws_the_charges_of_other_servers(cluster):
+    cluster.servers[ord("b")].is_open = True
+    with pytest.raises(BreakerOpenError):
+        await cluster.hold(b"a", b"b", cost=600)
+    assert (cluster.spent(b"a"), cluster.withdrawn()) == (0, [[b"a"]])
+
+
+async def test_in_a_cluster_a_hold_is_made_without_an_observing_limit_behind_a_breaker(cluster):
+    cluster.servers[ord("b")].is_open = True
+    held = await cluster.hold(b"b", b"a", cost=600, limits=[OBSERVED, RULE])
+    assert (left(held.outcomes), held.is_first) == ([None, (True, 400)], True)
+    assert (await cluster.settle(100, b"a")).is_first
+    assert (cluster.spent(b"a"), cluster.withdrawn()) == (100, [])
+
+
+async def test_in_a_cluster_an_observing_limit_that_did_not_answer_in_time_is_withdrawn(cluster):
+    cluster.store.mode = "held"
+    asked = cluster.asked(b"a", b"b", cost=600, limits=[RULE, OBSERVED])
+    task = asyncio.ensure_future(cluster.holds.hold(asked))
+    await asyncio.sleep(0)
+    of_a, of_b = cluster.store.held
+    cluster.store.held = []
+    of_a.answer()
+    of_b.lose()
+    cluster.store.held_one().fail()
+    cluster.store.mode = "up"
+    assert left((await task).outcomes) == [(True, 400), None]
+    cluster.timers.run(MS)
+    assert (cluster.spent(b"a"), cluster.spent(b"b"), cluster.withdrawn()) == (600, 0, [[b"b"]])
+
+
 async def test_a_hold_whose_caller_left_is_withdrawn(cluster):
     task = asyncio.ensure_future(cluster.holds.hold(cluster.asked(b"a", b"b", cost=600)))
     await asyncio.sleep(0)

@@ -1,5 +1,7 @@
 """The result of a hold in several parts."""
 
+from dataclasses import replace
+
 import pytest
 
 from ratelimitd.errors import (
@@ -19,7 +21,14 @@ from ratelimitd.ledger.shared_holds import (
     conclude_step,
     has_part,
 )
-from ratelimitd.model import ALLOWED, DENIED, LIMIT_EXCEEDED, WITHIN_LIMIT, Algorithm
+from ratelimitd.model import (
+    ALLOWED,
+    DENIED,
+    LIMIT_EXCEEDED,
+    WITHIN_LIMIT,
+    Algorithm,
+    Enforcement,
+)
 from tests.store_scripts import key_of, rule_of
 
 WINDOW = rule_of(Algorithm.FIXED_WINDOW, 10)
@@ -88,6 +97,18 @@ def test_a_denial_precedes_full_buckets_and_failed_parts():
 def test_a_hold_with_a_failed_part_is_an_error(reply, error):
     with pytest.raises(error):
         conclude([A, B], [WINDOW, WINDOW], 2, [([0], MADE), ([1], reply)])
+
+
+def test_a_failed_part_that_only_observes_is_left_out_of_a_hold():
+    limits = [WINDOW, replace(WINDOW, enforcement=Enforcement.OBSERVE)]
+    held = conclude([A, B], limits, 2, [([1], AWAY), ([0], MADE)])
+    assert held == ([A, B], [LEFT_3, None], 500, True)
+    repeated = conclude([B, A], limits[::-1], 2, [([0], AWAY), ([1], FOUND._replace(names=[A]))])
+    assert repeated == ([A], [LEFT_9], 400, False)
+    with pytest.raises(StoreUnavailableError):
+        conclude([B, A], limits[::-1], 2, [([0, 1], AWAY)])
+    with pytest.raises(StoreUnavailableError):
+        conclude([B], limits[1:], 2, [([0], AWAY)])
 
 
 def test_the_error_for_a_hold_of_another_check_names_the_field():
