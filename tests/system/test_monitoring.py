@@ -12,6 +12,7 @@ import pytest
 from tests.deploy.monitoring import ALERT_TESTS, ALERTS, ROOT, alerts, dashboard_queries, metrics_in
 from tests.servers import Valkey, until
 from tests.system.process import PATIENT, START_S, Files
+from tests.system.programs import Certificates
 from tests.system.prometheus import Prometheus, program
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
@@ -55,7 +56,11 @@ def nodes(directory, valkey):
         # A busy machine makes nothing late, and the breaker tries again soon.
         *(*PATIENT, "--breaker-recovery-s", "1"),
     ]
-    arguments = {"one": shared, "crew": [*shared, "--workers", "2"], "alone": []}
+    arguments = {
+        "one": shared,
+        "crew": [*shared, "--workers", "2"],
+        "alone": Certificates(directory).arguments,
+    }
     with contextlib.ExitStack() as stack:
         started = {}
         for name, own in arguments.items():

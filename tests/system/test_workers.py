@@ -8,6 +8,7 @@ import ssl
 import threading
 import time
 from collections import Counter
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import httpx
 import pytest
 import trustme
 from google.protobuf.empty_pb2 import Empty
+from prometheus_client.utils import floatToGoString
 
 from ratelimitd.cli import main
 from ratelimitd.node.serving import TRANSPORTS
@@ -390,9 +392,15 @@ def bearer(token):
 def test_workers_share_tokens_users_and_tls_and_take_a_changed_file(files, several, tmp_path):
     """What each process reads for itself, and what the parent passes on."""
     ca = trustme.CA()
-    certificate = ca.issue_cert("127.0.0.1", "localhost")
-    certificate.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
-    certificate.private_key_pem.write_to_path(tmp_path / "key.pem")
+
+    def issue(year):
+        expires = datetime(year, 1, 1, tzinfo=UTC)
+        certificate = ca.issue_cert("127.0.0.1", "localhost", not_after=expires)
+        certificate.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+        certificate.private_key_pem.write_to_path(tmp_path / "key.pem")
+        return f'_expiry_timestamp_seconds{{setting="TLS_CERT"}} {floatToGoString(expires.timestamp())}'
+
+    expiry = issue(2040)
     ca.cert_pem.write_to_path(tmp_path / "ca.pem")
     tokens = tmp_path / "tokens.json"
     ann = {"name": "ann@example.com", "role": "admin"}
@@ -413,6 +421,9 @@ def test_workers_share_tokens_users_and_tls_and_take_a_changed_file(files, sever
         status_at_each = partial(statuses, node, ca)
         assert http.get("/readyz").status_code == 200
         assert "rate_limiter_workers 2" in http.get("/metrics").text
+        assert expiry in http.get("/metrics").text
+        renewed = issue(2050)
+        until(lambda: renewed in http.get("/metrics").text, "the renewed certificate")
         assert status_at_each("alice") == {grpc.StatusCode.OK}
         assert status_at_each("bob") == {grpc.StatusCode.UNAUTHENTICATED}
         assert http.get("/rules").status_code == 303

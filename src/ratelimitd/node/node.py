@@ -44,6 +44,7 @@ from ratelimitd.observe.metrics import Metrics, NodeParts, Runtime
 from ratelimitd.observe.rule_traffic import RuleTraffic
 from ratelimitd.retry import Background
 from ratelimitd.rpc.interface import Server
+from ratelimitd.rpc.tls import TlsFiles, expiry_of
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.feed import RuleFeed
@@ -307,6 +308,8 @@ class Node:
         background: Background,
         snapshot: SnapshotLog | None = None,
     ) -> None:
+        settings = self._settings
+        files = TlsFiles.of(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         parts = NodeParts(
             stats=self.stats,
             health=self._health,
@@ -318,7 +321,8 @@ class Node:
             cluster=self._cluster,
             task_restarts=self._task_restarts,
             transport=lambda: self._server.in_progress if self._server else None,
-            transport_name=self._settings.transport,
+            transport_name=settings.transport,
+            tls_expiry_s=expiry_of(files, is_grpcio=settings.transport == "grpcio"),
             in_flight=holder.in_flight,
         )
         live = self._start_live(background, parts)
@@ -327,7 +331,7 @@ class Node:
             self._take_book(feed.book)
             self._rules_log.write()
         serving = Serving(
-            settings=self._settings,
+            settings=settings,
             opened=self._open,
             limiter=limiter,
             holder=holder,

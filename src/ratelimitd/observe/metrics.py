@@ -73,6 +73,8 @@ class NodeParts:
     transport: Callable[[], TransportStatus | None]
     """``None`` before it listens."""
     transport_name: str
+    tls_expiry_s: Callable[[], Mapping[str, float]]
+    """TLS setting → Unix time at which the first certificate of its file expires; empty without TLS."""
     in_flight: Callable[[], Sequence[InFlight]]
     """Holds in flight, by limit."""
 
@@ -256,7 +258,7 @@ def _transport(
 
 
 def _counts(
-    read: Callable[[NodeParts], Mapping[str, int]],
+    read: Callable[[NodeParts], Mapping[str, float]],
 ) -> Read:
     return lambda parts: [Point(count, label) for label, count in sorted(read(parts).items())]
 
@@ -357,6 +359,9 @@ DEFINITIONS: Final = (
     Definition("rate_limiter_calls_in_progress", "gauge",
         "Calls whose handler is running. The native transport answers checks immediately: they are not counted.",
         _transport(unary=lambda s: s.unary, stream=lambda s: s.streams), "kind"),
+    Definition("rate_limiter_tls_certificate_expiry_timestamp_seconds", "gauge",
+        "Unix time at which the first certificate in service of a setting's file expires; absent without TLS.",
+        _counts(lambda r: r.tls_expiry_s()), "setting"),
     _counter("rate_limiter_unexpected_errors_total", "Calls answered INTERNAL: a defect, which the log names.",
         lambda r: r.stats.unexpected_total),
 

@@ -11,6 +11,7 @@ import os
 import re
 import ssl
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
@@ -35,6 +36,16 @@ OpenSSL has more, such as RSA-PSS. The core ignores a new certificate with such 
 CERTIFICATE: Final = re.compile(
     "-----BEGIN (X509 |TRUSTED |)CERTIFICATE-----(.+?)-----END \\1CERTIFICATE-----", re.DOTALL
 )
+
+# The standard library shows the dates only of authorities, or of a peer's certificate after a handshake.
+_VALIDITY: Final = re.compile(
+    rb"\x30[\x1e\x20\x22](?:\x17\x0d(\d{12})|\x18\x0f(\d{14}))Z(?:\x17\x0d(\d{12})|\x18\x0f(\d{14}))Z"
+)
+"""The validity in the DER of a certificate (RFC 5280 section 4.1.2.5): a SEQUENCE of two times, each a UTCTime, whose
+year has two digits, or a GeneralizedTime."""
+
+_YEARS_OF_1900: Final = 50
+"""Two-digit years from this on are of the last century."""
 
 _OTHER_KEY: Final = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")
 """Reasons of OpenSSL for a key of another certificate; the last two for one of another kind."""
@@ -63,6 +74,12 @@ class Certificates(NamedTuple):
     chain: bytes
     key: bytes
     client_ca: bytes | None
+
+    def expiry_s(self) -> dict[str, float]:
+        """Return the Unix time at which the first certificate of each file expires, by setting."""
+        found = {CERT_SETTING: self.chain, CLIENT_CA_SETTING: self.client_ca or b""}
+        ends = {setting: _first_end_s(pem) for setting, pem in found.items()}
+        return {setting: end for setting, end in ends.items() if end is not None}
 
 
 Stamp = tuple[int, int, int] | None
@@ -205,6 +222,72 @@ def _has_common_key(chain: bytes) -> bool:
     first = CERTIFICATE.search(chain.decode("ascii", "replace"))
     der = b"" if first is None else base64.b64decode(first[2])
     return any(kind in der for kind in GRPCIO_KEYS.values())
+
+
+def _first_end_s(pem: bytes) -> float | None:
+    try:
+        return min(each.ends for each in validities(pem.decode("ascii", "ignore"))).timestamp()
+    except ValueError:  # none, or dates that OpenSSL accepts and RFC 5280 does not
+        return None
+
+
+class Validity(NamedTuple):
+    """When a certificate becomes valid, and when it expires."""
+
+    begins: datetime
+    ends: datetime
+
+
+def validities(pem: str) -> list[Validity]:
+    """Return when each certificate of a PEM text is valid, in their order.
+
+    Raises:
+        ValueError: one of them is invalid.
+    """
+    return [validity(base64.b64decode(match[2])) for match in CERTIFICATE.finditer(pem)]
+
+
+def validity(der: bytes) -> Validity:
+    """Return when a certificate is valid.
+
+    Raises:
+        ValueError: it is no certificate.
+    """
+    found = _VALIDITY.search(der)
+    if found is None:
+        message = "not a certificate"
+        raise ValueError(message)
+    return Validity(_time(found[1], found[2]), _time(found[3], found[4]))
+
+
+def _time(short: bytes | None, full: bytes | None) -> datetime:
+    text = (short or full or b"").decode()
+    if short:
+        text = ("19" if int(text[:2]) >= _YEARS_OF_1900 else "20") + text
+    return datetime.strptime(text, "%Y%m%d%H%M%S").replace(tzinfo=UTC)
+
+
+def expiry_of(
+    files: TlsFiles | None, *, is_grpcio: bool = False
+) -> Callable[[], Mapping[str, float]]:
+    """Return a function that reads :meth:`Certificates.expiry_s` of the next handshake; empty without files.
+
+    Raises:
+        StartupError: the files cannot be used; the message names the setting and the file.
+    """
+    if files is None:
+        return dict
+    # A source apart from the transport's, which reports unusable changes.
+    source = CertificateSource(files, lambda _line: None, is_grpcio=is_grpcio)
+    expiry_s = source.load().expiry_s()
+
+    def current() -> Mapping[str, float]:
+        nonlocal expiry_s
+        if (newer := source.newer()) is not None:
+            expiry_s = newer.expiry_s()
+        return expiry_s
+
+    return current
 
 
 HTTP2: Final = "h2"

@@ -37,6 +37,7 @@ GAUGES: Final[Mapping[str, Callable[[Iterable[float]], float]]] = {
     "rate_limiter_shared_state_up": min,
     "rate_limiter_snapshot_age_seconds": max,
     "rate_limiter_sync_lag_seconds": max,
+    "rate_limiter_tls_certificate_expiry_timestamp_seconds": min,
     # Each state of any worker.
     "rate_limiter_breaker_state": max,
     # The same for all workers, or nearly so.

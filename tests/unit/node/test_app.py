@@ -8,6 +8,7 @@ import sqlite3
 import threading
 import time
 from contextlib import closing, contextmanager
+from datetime import UTC, datetime
 
 import grpc
 import grpc.aio
@@ -305,6 +306,21 @@ async def test_with_a_certificate_the_node_serves_tls(kept, tmp_path):
         stub = health_pb2_grpc.HealthStub(channel)
         answer = await stub.Check(health_pb2.HealthCheckRequest())
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize("transport", ["native", "grpcio"])
+async def test_a_node_reports_when_its_certificate_expires(kept, tmp_path, transport):
+    files = {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
+    expires = datetime(2040, 1, 1, tzinfo=UTC)
+    certificate = trustme.CA().issue_cert("127.0.0.1", not_after=expires)
+    certificate.cert_chain_pems[0].write_to_path(files["tls_cert"])
+    certificate.private_key_pem.write_to_path(files["tls_key"])
+    name = "rate_limiter_tls_certificate_expiry_timestamp_seconds"
+    async with running_node(**kept, **files, transport=transport) as node:
+        [sample] = node.metrics.samples([name])
+        assert (sample.labels, sample.value) == ({"setting": "TLS_CERT"}, expires.timestamp())
+    async with running_node(**kept, transport=transport) as node:
+        assert not list(node.metrics.samples([name]))
 
 
 async def test_an_invalid_rule_row_is_logged_and_the_others_are_served(kept, caplog, tmp_path):

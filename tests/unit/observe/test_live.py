@@ -381,6 +381,7 @@ class Parts:
             task_restarts={},
             transport=lambda: None,
             transport_name="native",
+            tls_expiry_s=dict,
             in_flight=lambda: (),
         )
         self.live = live_of(

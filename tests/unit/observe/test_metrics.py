@@ -86,6 +86,11 @@ def snapshot():
 
 
 @pytest.fixture
+def tls_expiry_s():
+    return {"TLS_CERT": 1_800_000_000.0, "TLS_CLIENT_CA": 1_900_000_000.0}
+
+
+@pytest.fixture
 def feed():
     return SimpleNamespace(
         book=RuleBook.of([RULE], 4),
@@ -97,7 +102,7 @@ def feed():
 
 
 @pytest.fixture
-def metrics(stats, runtime, feed, *, transport, cluster, snapshot):
+def metrics(stats, runtime, feed, *, transport, cluster, snapshot, tls_expiry_s):
     clock = ManualClock()
     return Metrics(
         NodeParts(
@@ -112,6 +117,7 @@ def metrics(stats, runtime, feed, *, transport, cluster, snapshot):
             task_restarts={"snapshot": 2},
             transport=lambda: transport,
             transport_name="native",
+            tls_expiry_s=lambda: tls_expiry_s,
             in_flight=lambda: (),
         )
     )
@@ -259,6 +265,17 @@ def test_values_that_a_transport_lacks_are_absent_rather_than_zero(metrics, tran
     transport.connections = None
     assert list(metrics.samples(["rate_limiter_connections"])) == []
     assert value(metrics, "rate_limiter_http2_streams") == 23
+
+
+def test_the_expiry_of_certificates_is_reported_by_setting(metrics):
+    name = "rate_limiter_tls_certificate_expiry_timestamp_seconds"
+    assert value(metrics, name, setting="TLS_CERT") == 1_800_000_000
+    assert value(metrics, name, setting="TLS_CLIENT_CA") == 1_900_000_000
+
+
+@pytest.mark.parametrize("tls_expiry_s", [{}])
+def test_without_tls_no_expiry_is_reported(metrics):
+    assert not list(metrics.samples(["rate_limiter_tls_certificate_expiry_timestamp_seconds"]))
 
 
 @pytest.mark.parametrize("transport", [None])

@@ -1,3 +1,6 @@
+import re
+from datetime import UTC, datetime
+
 import pytest
 import trustme
 from cryptography.hazmat.primitives.serialization import (
@@ -9,7 +12,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc import tls
-from ratelimitd.rpc.tls import CertificateSource, TlsFiles
+from ratelimitd.rpc.tls import CertificateSource, TlsFiles, expiry_of
 from tests.certificates import self_signed
 
 
@@ -186,3 +189,48 @@ def test_files_are_newer_again_after_forget(source, files, second):
     assert source.newer() is None
     source.forget()
     assert source.newer() is not None
+
+
+IN_2040, IN_2050, IN_2060 = (datetime(year, 1, 1, tzinfo=UTC) for year in (2040, 2050, 2060))
+
+
+def test_the_expiry_of_a_file_is_that_of_its_first_certificate_to_expire(files, ca):
+    leaf, intermediate = (
+        ca.issue_cert("first.example", not_after=end) for end in (IN_2060, IN_2040)
+    )
+    put(files, leaf)
+    with files.cert.open("ab") as chain:
+        chain.write(intermediate.cert_chain_pems[0].bytes())
+    authorities = [ca.issue_cert("ca.example", not_after=end) for end in (IN_2050, IN_2060)]
+    files.client_ca.write_bytes(b"".join(one.cert_chain_pems[0].bytes() for one in authorities))
+    ends_s = {"TLS_CERT": IN_2040.timestamp(), "TLS_CLIENT_CA": IN_2050.timestamp()}
+    assert expiry_of(files)() == ends_s
+    assert expiry_of(files._replace(client_ca=None))() == {"TLS_CERT": IN_2040.timestamp()}
+
+
+def test_without_tls_nothing_expires():
+    assert expiry_of(None)() == {}
+
+
+def test_a_date_that_cannot_be_read_is_left_out(files, monkeypatch):
+    monkeypatch.setattr(tls, "_VALIDITY", re.compile(b"(?!)"))
+    assert expiry_of(files)() == {}
+
+
+def test_the_expiry_changes_with_the_files_without_a_handshake(files, ca):
+    put(files, ca.issue_cert("first.example", not_after=IN_2040))
+    current = expiry_of(files)
+    put(files, ca.issue_cert("first.example", not_after=IN_2050))
+    assert current()["TLS_CERT"] == IN_2050.timestamp()
+    files.key.unlink()
+    files.cert.write_bytes(ca.issue_cert("x", not_after=IN_2060).cert_chain_pems[0].bytes())
+    assert current()["TLS_CERT"] == IN_2050.timestamp(), "the old one stays in service"
+
+
+def test_a_certificate_that_the_transport_refuses_leaves_the_expiry(files, ca):
+    put(files, ca.issue_cert("first.example", not_after=IN_2040))
+    current = expiry_of(files, is_grpcio=True)
+    refused = self_signed("secp256k1")
+    files.cert.write_bytes(refused.cert)
+    files.key.write_bytes(refused.key)
+    assert current()["TLS_CERT"] == IN_2040.timestamp()

@@ -45,6 +45,7 @@ def test_histograms_are_summed_bucket_by_bucket():
         ("rate_limiter_loop_lag_seconds", 0.7),
         ("rate_limiter_rules_revision", -1.0),
         ("rate_limiter_clock_error_seconds", -1.0),
+        ("rate_limiter_tls_certificate_expiry_timestamp_seconds", -1.0),
     ],
 )
 def test_each_gauge_is_merged_by_its_own_rule(name, expected):

@@ -2,70 +2,21 @@
 
 from __future__ import annotations
 
-import base64
 import os
-import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from ratelimitd.buckets.state_dir import LOCK_NAME, is_held
 from ratelimitd.cli.doctor.finding import Finding, ok, problem, warning
 from ratelimitd.errors import RuleInvalidError, StartupError
 from ratelimitd.node.admin_token import FILE_NAME, read_admin_token
-from ratelimitd.rpc.tls import CERTIFICATE, CertificateSource, TlsFiles
+from ratelimitd.rpc.tls import CertificateSource, TlsFiles, validities
 from ratelimitd.rules.rules_file import parse_rules
 from ratelimitd.settings.table import Settings
-
-# The standard library shows the dates only of authorities, or of a peer's certificate after a handshake.
-_VALIDITY: Final = re.compile(
-    rb"\x30[\x1e\x20\x22](?:\x17\x0d(\d{12})|\x18\x0f(\d{14}))Z(?:\x17\x0d(\d{12})|\x18\x0f(\d{14}))Z"
-)
-"""The validity in the DER of a certificate (RFC 5280 section 4.1.2.5): a SEQUENCE of two times, each a UTCTime, whose
-year has two digits, or a GeneralizedTime."""
-
-_YEARS_OF_1900: Final = 50
-"""Two-digit years from this on are of the last century."""
-
-
-class Validity(NamedTuple):
-    """When a certificate becomes valid, and when it expires."""
-
-    begins: datetime
-    ends: datetime
-
-
-def validities(pem: str) -> list[Validity]:
-    """Return when each certificate of a PEM text is valid, in their order.
-
-    Raises:
-        ValueError: one of them is invalid.
-    """
-    return [validity(base64.b64decode(match[2])) for match in CERTIFICATE.finditer(pem)]
-
-
-def validity(der: bytes) -> Validity:
-    """Return when a certificate is valid.
-
-    Raises:
-        ValueError: it is no certificate.
-    """
-    found = _VALIDITY.search(der)
-    if found is None:
-        message = "not a certificate"
-        raise ValueError(message)
-    return Validity(_time(found[1], found[2]), _time(found[3], found[4]))
-
-
-def _time(short: bytes | None, full: bytes | None) -> datetime:
-    text = (short or full or b"").decode()
-    if short:
-        text = ("19" if int(text[:2]) >= _YEARS_OF_1900 else "20") + text
-    return datetime.strptime(text, "%Y%m%d%H%M%S").replace(tzinfo=UTC)
-
 
 _DAY: Final = "%Y-%m-%d %H:%M UTC"
 

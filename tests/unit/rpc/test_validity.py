@@ -7,7 +7,7 @@ import pytest
 import trustme
 from cryptography import x509
 
-from ratelimitd.cli.doctor.files import validities, validity
+from ratelimitd.rpc.tls import validities, validity
 
 TWO_DIGITS = datetime(2030, 5, 6, 7, 8, 9, tzinfo=UTC)
 FOUR_DIGITS = datetime(2060, 1, 2, 3, 4, 5, tzinfo=UTC)
