@@ -6,10 +6,12 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Final
 
+from ratelimitd.backtest.recorder import FILE_NAME as TRACE_NAME
 from ratelimitd.buckets.state_dir import LOCK_NAME, is_held
 from ratelimitd.cli.doctor.finding import Finding, ok, problem, warning
 from ratelimitd.errors import RuleInvalidError, StartupError
@@ -103,8 +105,25 @@ def check_tls(settings: Settings, now: datetime) -> Iterator[Finding]:
 def check_record_dir(settings: Settings) -> Iterator[Finding]:
     """Check the directory of recorded checks."""
     path = settings.record_dir
-    if path is not None:
-        yield _unless_writable("RECORD_DIR", path) or ok("RECORD_DIR", f"{path} is writable")
+    if path is None:
+        return
+    if found := _unless_writable("RECORD_DIR", path):
+        yield found
+        return
+    to_come = settings.record_bytes - _trace_bytes(path)
+    remedy = "free disk space, or lower RECORD_BYTES: checks that cannot be written are lost"
+    yield _little_space("RECORD_DIR", path, to_come, remedy) or ok(
+        "RECORD_DIR", f"{path} is writable"
+    )
+
+
+def _trace_bytes(directory: Path) -> int:
+    total = 0
+    for path in directory.iterdir():
+        if TRACE_NAME.fullmatch(path.name):
+            with suppress(OSError):  # a running node renames and removes its files
+                total += path.stat().st_size
+    return total
 
 
 def check_rules_file(settings: Settings) -> Iterator[Finding]:
@@ -163,10 +182,9 @@ def check_state_dir(settings: Settings) -> Iterator[Finding]:
     if found := _unless_writable("STATE_DIR", path):
         yield found
         return
-    free = shutil.disk_usage(path).free
-    if free < LITTLE_SPACE_BYTES:
-        remedy = "free disk space: buckets that cannot be written are lost when the process ends"
-        yield warning("STATE_DIR", f"{free // 1024 // 1024} MiB are free", remedy)
+    remedy = "free disk space: buckets that cannot be written are lost when the process ends"
+    if found := _little_space("STATE_DIR", path, LITTLE_SPACE_BYTES, remedy):
+        yield found
     try:
         state = "in use by a running node" if _is_locked(path / LOCK_NAME) else "free"
     except OSError as error:
@@ -191,6 +209,14 @@ def _unless_writable(area: str, path: Path) -> Finding | None:
         what = f"{path} is not writable"
         return problem(area, what, "give it to the node's user, mode 0700")
     return None
+
+
+def _little_space(area: str, path: Path, needed: int, remedy: str) -> Finding | None:
+    free = shutil.disk_usage(path).free
+    if free >= needed:
+        return None
+    what = f"{free // 1024 // 1024} MiB are free, and up to {-(-needed // 1024 // 1024)} are needed"
+    return warning(area, what, remedy)
 
 
 def _is_locked(path: Path) -> bool:

@@ -243,7 +243,8 @@ def test_missing_state_directory_will_be_created(tmp_path):
 def test_directory_of_recorded_checks_is_checked_if_set(tmp_path):
     assert not list(check_record_dir(settings()))
     for path in (tmp_path, tmp_path / "a"):
-        assert one(check_record_dir(settings(record_dir=path))).level == "ok"
+        found = check_record_dir(settings(record_dir=path, record_bytes=10_000_000))
+        assert one(found).level == "ok"
     assert not (tmp_path / "a").exists()
 
 
@@ -295,4 +296,15 @@ def test_nearly_full_disk_is_reported(tmp_path, monkeypatch):
     tmp_path.chmod(0o700)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=5 << 20))
     first, _ = check_state_dir(settings(state_dir=Path(tmp_path)))
-    assert (first.level, first.what) == ("warning", "5 MiB are free")
+    assert (first.level, first.what) == ("warning", "5 MiB are free, and up to 256 are needed")
+
+
+def test_disk_without_room_for_the_rest_of_the_trace_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=15 << 20))
+    given = settings(record_dir=tmp_path, record_bytes=20 << 20)
+    (tmp_path / "other.trace").write_bytes(bytes(6 << 20))
+    found = one(check_record_dir(given))
+    assert (found.area, found.level) == ("RECORD_DIR", "warning")
+    assert found.what == "15 MiB are free, and up to 20 are needed"
+    (tmp_path / f"{1:016d}-{2:016x}.trace").write_bytes(bytes(6 << 20))
+    assert one(check_record_dir(given)).level == "ok"
