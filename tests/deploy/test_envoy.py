@@ -125,6 +125,12 @@ def test_it_listens_where_callers_are_sent_and_looks_for_nodes_by_their_service(
         assert node["endpoint"]["address"]["socket_address"]["address"] in SERVICES
 
 
+def test_a_node_that_is_gone_is_noticed_as_soon_without_traffic():
+    for cluster in config()["clusters"]:
+        [check] = cluster["health_checks"]
+        assert check["no_traffic_interval"] == check["interval"] == "1s"
+
+
 def test_calls_of_one_connection_go_to_all_nodes(channel, nodes):
     until(lambda: answers(channel), "Envoy knows a node")
 
