@@ -91,6 +91,8 @@ class _Limit(NamedTuple):
     entries: tuple[_Entry, ...]
     fields: Mapping[str, Node]
     observes: bool
+    lost: tuple[Note, ...]
+    """Notes on properties that its rule does not have."""
 
 
 def import_config(data: bytes, identifiers: Mapping[str, str]) -> Imported:
@@ -116,6 +118,7 @@ def import_config(data: bytes, identifiers: Mapping[str, str]) -> Imported:
         except ValueError as reason:
             notes.append(Note(limit.line, place, str(reason)))
             continue
+        notes += limit.lost
         rules[rule.endpoint, rule.identifier_type] = rule
         sources[rule.endpoint, rule.identifier_type] = limit
     notes += _charged_together(sources, domain)
@@ -157,21 +160,25 @@ def _limits(
             Note(fields[name].line, place, f"{name} is ignored: it belongs under rate_limit")
             for name in fields.keys() & _LIMIT_KEYS
         ]
-        if _is_true(fields.get("quota_mode")):
-            text = "quota_mode has no equivalent: the limit only observes, and reports no quota"
-            notes.append(Note(fields["quota_mode"].line, place, text))
         value: Any = fields.get("rate_limit", Node(None, item.line)).value
         if value is not None:
             limit = value if isinstance(value, dict) else {}
-            if "name" in limit:
-                text = "the name of the limit has no equivalent"
-                notes.append(Note(limit["name"].line, place, text))
             observes = any(_is_true(fields.get(name)) for name in _OBSERVE)
-            yield _Limit(item.line, entries, limit, observes)
+            lost = tuple(_lost(fields, limit, place))
+            yield _Limit(item.line, entries, limit, observes, lost)
         elif "descriptors" not in fields:
             notes.append(Note(item.line, place, "has no limit, so it needs no rule"))
         if "descriptors" in fields:
             yield from _limits(fields["descriptors"], entries, domain, notes)
+
+
+def _lost(fields: Mapping[str, Node], limit: Mapping[str, Node], place: str) -> Iterator[Note]:
+    """Yield a note for each property of a limit that its rule does not have."""
+    if _is_true(fields.get("quota_mode")):
+        text = "quota_mode has no equivalent: the limit only observes, and reports no quota"
+        yield Note(fields["quota_mode"].line, place, text)
+    if "name" in limit:
+        yield Note(limit["name"].line, place, "the name of the limit has no equivalent")
 
 
 def _unknown(fields: Mapping[str, Node], known: frozenset[str], place: str) -> list[Note]:

@@ -207,6 +207,19 @@ def test_limit_that_never_denies_observes(mode, notes):
     assert imported(entry("a", "b", **{mode: False}, **limit())).rules[0].limits == ()
 
 
+def test_what_a_rule_lacks_is_not_noted_of_a_limit_without_a_rule():
+    named = {"rate_limit": {"unit": "hour", "requests_per_unit": 5, "name": "five"}}
+    found = imported(
+        entry("a", "b", **limit()),
+        entry("a", "b", quota_mode=True, **named),
+        entry("c", "d", quota_mode=True),
+    )
+    assert texts(found) == [
+        "left out: an earlier limit has the same endpoint and type",
+        "has no limit, so it needs no rule",
+    ]
+
+
 @pytest.mark.parametrize("word", ["yes", "Yes", "on", "ON", "True"])
 def test_flags_may_be_written_in_the_words_of_yaml_1_1(word):
     data = f"""\
