@@ -156,7 +156,7 @@ class StoreOpening:
         may_be_new = self._may_be_new()
         drafts = None
         if isinstance(database, urls.SqliteFile):
-            if not await asyncio.to_thread(database.path.exists):
+            if not await asyncio.to_thread(identity_of, database.path):
                 if not may_be_new:
                     message = f"the rule database {database.path} is missing: {REMEDY}"
                     raise StoreUnavailableError(message)

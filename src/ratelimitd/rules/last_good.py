@@ -37,12 +37,14 @@ FORMAT: Final = "ratelimitd rule book 1"
 FORMAT_WITH_ASSIGNMENTS: Final = "ratelimitd rule book 2"
 """Not format 1: a release without assignments must reject such a file."""
 
-REMEDY: Final = (
-    f"restore it; to begin with an empty one, remove {BOOK_FILE} from STATE_DIR and restart"
+_APPLY: Final = (
+    "`ratelimitd rules apply` of a whole file; to begin with an empty one,"
+    f" remove {BOOK_FILE} from STATE_DIR and restart"
 )
-"""What to do about a lost rule database."""
+REMEDY: Final = f"restore it, or run `ratelimitd db upgrade` and {_APPLY}"
+"""What to do about a missing rule database."""
 
-IS_EMPTY: Final = f"the rule database is empty: {REMEDY}"
+IS_EMPTY: Final = f"the rule database is empty: restore it, or run {_APPLY}"
 """The error of a database without any edit beside a book that had some."""
 
 WRITE_DELAY_S: Final = 5.0

@@ -220,7 +220,8 @@ async def test_an_empty_database_in_place_of_one_with_content_is_not_filled(
         shared_key=b"sixteen bytes or",
     )
     with pytest.raises(
-        StoreUnavailableError, match=r"database is empty: restore it; .* rules.last-good"
+        StoreUnavailableError,
+        match=r"database is empty: restore it, or run `ratelimitd rules apply` .* rules.last-good",
     ):
         await opening.open()
     with closing(sqlite3.connect(tmp_path / "rules.db")) as connection:
@@ -233,7 +234,8 @@ async def test_an_empty_database_in_place_of_one_with_content_is_not_filled(
 async def test_a_missing_database_is_created_only_while_allowed(unopened, url, tmp_path):
     opening = opening_of(unopened, url, may_be_new=lambda: False)
     with pytest.raises(
-        StoreUnavailableError, match=r"rules.db is missing: restore it; .* rules.last-good"
+        StoreUnavailableError,
+        match=r"rules.db is missing: restore it, or run `ratelimitd db upgrade` and .* rules.last-good",
     ):
         await opening.open()
     assert not (tmp_path / "rules.db").exists()

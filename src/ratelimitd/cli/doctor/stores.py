@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import ssl
+import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -459,17 +460,22 @@ def _counted(numbers: Counter[str]) -> str:
 
 
 def _missing_file(url: urls.SqliteFile) -> Finding | None:
-    """Return a finding if the file is missing or a directory, else ``None``."""
-    if url.path.is_dir():
+    """Return a finding if the file is missing, out of reach or a directory, else ``None``."""
+    directory = url.path.absolute().parent
+    try:
+        is_directory = stat.S_ISDIR(url.path.stat().st_mode)
+    except PermissionError:
+        what = f"{directory} is not accessible"
+        return problem(DATABASE_AREA, what, "give it to the node's user")
+    except OSError:
+        if not directory.is_dir():
+            what = f"there is no directory {directory}"
+            return problem(DATABASE_AREA, what, f"mkdir -p {directory}")
+        if not os.access(directory, os.W_OK | os.X_OK):
+            what = f"{url.path} cannot be made in {directory}"
+            return problem(DATABASE_AREA, what, "give it to the node's user")
+        return ok(DATABASE_AREA, f"{url.path} will be made")
+    if is_directory:
         remedy = f"give the path of a file, such as {url.path}/ratelimitd.db"
         return problem(DATABASE_AREA, f"{url.path} is a directory", remedy)
-    if url.path.exists():
-        return None
-    directory = url.path.absolute().parent
-    if not directory.is_dir():
-        return problem(DATABASE_AREA, f"there is no directory {directory}", f"mkdir -p {directory}")
-    if not os.access(directory, os.W_OK | os.X_OK):
-        return problem(
-            DATABASE_AREA, f"{url.path} cannot be made in {directory}", "give it to the node's user"
-        )
-    return ok(DATABASE_AREA, f"{url.path} will be made")
+    return None

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import sqlite3
+import stat
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
@@ -98,14 +99,14 @@ class SqliteDatabase:
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
         """Begin a read-only transaction; all its statements see one snapshot."""
-        with _store_errors():
+        with _store_errors(self._path):
             async with self._engine.begin() as connection:
                 yield connection
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:
         """Begin a transaction that holds the write lock from the start."""
-        with _store_errors():
+        with _store_errors(self._path):
             async with self._writing.begin() as connection:
                 yield connection
 
@@ -116,8 +117,7 @@ class SqliteDatabase:
             async with self._writing.begin() as connection:
                 yield connection
         except SQLAlchemyError as error:
-            is_directory = " is a directory" if self._path.is_dir() else ""
-            message = f"DATABASE_URL: {meaning_of(error)}: {self._path}{is_directory}"
+            message = f"DATABASE_URL: {meaning_of(error, self._path)}: {self._path}"
             if is_permanent(error, self._path):
                 raise StartupError(message) from error
             raise StoreUnavailableError(message) from error
@@ -193,11 +193,13 @@ class SqliteDatabase:
             raise DisconnectionError
 
 
-def meaning_of(error: SQLAlchemyError) -> str:
-    """Return the meaning of a database error, in one line without SQL or values."""
+def meaning_of(error: SQLAlchemyError, path: Path) -> str:
+    """Return the meaning of a database error, in one line without SQL, values and the path."""
     orig = error.orig if isinstance(error, DBAPIError) else error
     meaning = _MEANINGS.get(_code_of(orig))
-    if meaning is None and str(orig).startswith(_NO_TABLE):
+    if _code_of(orig) == sqlite3.SQLITE_CANTOPEN and (reason := _obstacle(path)[0]):
+        meaning = f"cannot be opened: {reason}"
+    elif meaning is None and str(orig).startswith(_NO_TABLE):
         meaning = "lacks the tables of this release: run `ratelimitd db upgrade`"
     elif meaning is None:
         meaning = f"failed ({getattr(orig, 'sqlite_errorname', type(orig).__name__)})"
@@ -207,22 +209,43 @@ def meaning_of(error: SQLAlchemyError) -> str:
 def is_permanent(error: SQLAlchemyError, path: Path) -> bool:
     """Return whether a retry cannot succeed: ``path`` is not writable, not a file, or the disk is full."""
     code = _code_of(getattr(error, "orig", None))
-    if code != sqlite3.SQLITE_CANTOPEN:
-        return code in {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_FULL}
-    if path.exists():
-        return not path.is_file() or not os.access(path, os.R_OK | os.W_OK)
-    return path.parent.is_dir() and not os.access(path.parent, os.W_OK | os.X_OK)
+    if code == sqlite3.SQLITE_CANTOPEN:
+        return _obstacle(path)[1]
+    return code in {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_FULL}
+
+
+def _obstacle(path: Path) -> tuple[str, bool]:
+    """Return what keeps SQLite from opening a file, or an empty text; and whether a retry cannot succeed."""
+    try:
+        mode = path.stat().st_mode
+    except PermissionError:
+        return "its directory is not accessible", True
+    except OSError:
+        return _why_missing(path.absolute().parent)
+    if stat.S_ISDIR(mode):
+        return "it is a directory", True
+    if not stat.S_ISREG(mode) or not os.access(path, os.R_OK | os.W_OK):
+        return "it is not a file that this user may read and write", True
+    return "", False
+
+
+def _why_missing(directory: Path) -> tuple[str, bool]:
+    if not directory.is_dir():
+        return "its directory is missing", False
+    if not os.access(directory, os.W_OK | os.X_OK):
+        return "its directory is not writable", True
+    return "it is missing: restore it, or run `ratelimitd db upgrade`", False
 
 
 @contextmanager
-def _store_errors() -> Iterator[None]:
+def _store_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except PoolTimeoutError as error:
         message = "every connection to the rule database is busy"
         raise StoreUnavailableError(message) from error
     except SQLAlchemyError as error:
-        raise StoreUnavailableError(meaning_of(error)) from error
+        raise StoreUnavailableError(meaning_of(error, path)) from error
 
 
 def _code_of(error: object) -> int:

@@ -61,6 +61,16 @@ async def test_directory_in_place_of_the_file_is_named(tmp_path):
     assert (finding.level, finding.what) == ("problem", f"{tmp_path} is a directory")
 
 
+async def test_file_out_of_reach_is_a_problem(tmp_path, monkeypatch):
+    def forbidden(_path):
+        raise PermissionError  # the tests may run as root, who may enter every directory
+
+    url = f"sqlite:///{tmp_path}/rules.db"
+    monkeypatch.setattr(type(tmp_path), "stat", forbidden)
+    finding = await look(url)
+    assert (finding.level, finding.what) == ("problem", f"{tmp_path} is not accessible")
+
+
 async def test_file_of_another_program_is_a_problem(tmp_path):
     connection = sqlite3.connect(tmp_path / "theirs.db")
     connection.execute("CREATE TABLE t (a)")

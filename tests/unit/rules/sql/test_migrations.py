@@ -154,13 +154,13 @@ async def test_file_that_is_not_a_database_is_reported_and_unchanged(path):
 async def test_missing_directory_is_retryable(tmp_path):
     with pytest.raises(StoreUnavailableError) as caught:
         await upgrade(f"sqlite:///{tmp_path / 'missing/rules.db'}")
-    text = f"DATABASE_URL: the rule database cannot be opened: {tmp_path}/missing/rules.db"
+    text = f"DATABASE_URL: the rule database cannot be opened: its directory is missing: {tmp_path}/missing/rules.db"
     assert str(caught.value) == text
 
 
 async def test_directory_in_place_of_the_file_is_permanent(tmp_path):
     with pytest.raises(
-        StartupError, match=f"^DATABASE_URL: .* cannot be opened: {tmp_path} is a directory$"
+        StartupError, match=f"^DATABASE_URL: .* cannot be opened: it is a directory: {tmp_path}$"
     ):
         await upgrade(f"sqlite:///{tmp_path}")
 

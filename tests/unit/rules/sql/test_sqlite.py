@@ -179,9 +179,12 @@ async def test_missing_table_asks_for_an_upgrade(path, statement):
         await using(path, sql(statement))
 
 
-def test_error_of_another_library_has_a_message():
-    assert sqlite.meaning_of(SQLAlchemyError("x")) == "the rule database failed (SQLAlchemyError)"
-    assert "ArgumentError" in sqlite.meaning_of(ArgumentError("x"))
+def test_error_of_another_library_has_a_message(path):
+    assert (
+        sqlite.meaning_of(SQLAlchemyError("x"), path)
+        == "the rule database failed (SQLAlchemyError)"
+    )
+    assert "ArgumentError" in sqlite.meaning_of(ArgumentError("x"), path)
 
 
 async def test_own_errors_pass_through(path):
@@ -325,6 +328,29 @@ def test_missing_place_is_retryable_and_forbidden_one_is_permanent(path, tmp_pat
     assert not sqlite.is_permanent(cannot_open, tmp_path / "absent" / "rules.db")
 
 
+def test_file_that_cannot_be_opened_is_named_with_the_reason(path, tmp_path, monkeypatch):
+    def reason(place):
+        return sqlite.meaning_of(sqlite_error(sqlite3.SQLITE_CANTOPEN), place).rpartition("opened")[
+            2
+        ]
+
+    absent = tmp_path / "absent.db"
+    assert reason(path) == ""
+    assert reason(absent) == ": it is missing: restore it, or run `ratelimitd db upgrade`"
+    assert reason(absent / "rules.db") == ": its directory is missing"
+    assert reason(tmp_path) == ": it is a directory"
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert reason(path) == ": it is not a file that this user may read and write"
+    assert reason(absent) == ": its directory is not writable"
+
+    def forbidden(_path):
+        raise PermissionError
+
+    monkeypatch.setattr(type(path), "stat", forbidden)
+    assert reason(path) == ": its directory is not accessible"
+    assert sqlite.is_permanent(sqlite_error(sqlite3.SQLITE_CANTOPEN), path)
+
+
 def test_error_without_a_code_is_retryable(path):
     assert not sqlite.is_permanent(SQLAlchemyError(), path)
 
@@ -357,7 +383,9 @@ async def test_upgrade_of_a_read_only_database_is_permanent(path):
 
 async def test_failed_upgrade_names_the_file(tmp_path):
     database = SqliteDatabase(tmp_path / "absent" / "rules.db")
-    with pytest.raises(StoreUnavailableError, match=r"cannot be opened: .*rules\.db$"):
+    with pytest.raises(
+        StoreUnavailableError, match=r"cannot be opened: its directory is missing: .*rules\.db$"
+    ):
         async with database.upgrading():
             pytest.fail("it opened what is not there")
     await database.aclose()
