@@ -167,7 +167,10 @@ class Holder:
             owner = owners.get(name)
             did_observe = bool(outcome and not outcome[0] and held.expire_us)
             if owner and not (did_observe and owner.limit.enforcement is Enforcement.ENFORCE):
-                judged.append((owner, UNANSWERED if outcome is None else outcome))
+                # A repeated hold has the outcomes of its first answer, and a limit may have been lowered since.
+                judged.append(
+                    (owner, UNANSWERED if outcome is None else within(outcome, owner.limit))
+                )
             if outcome is not None and outcome[0]:
                 owner_fields = (
                     (owner.rule.id, owner.rule_limit.name, owner.plan) if owner else ("", "", "")

@@ -316,6 +316,17 @@ async def test_a_hold_repeated_in_the_next_calendar_window_gets_its_first_answer
     assert (scene.stats.holds["made"], scene.stats.hold_tokens["refunded"]) == (1, 3)
 
 
+@pytest.mark.parametrize("rule", [DAILY, replace(DAILY, more=())], ids=["two limits", "one"])
+async def test_a_repeated_hold_has_no_more_left_than_the_edited_limits(rule):
+    scene = Scene(rules=(rule,))
+    await scene.hold("/d", 1, number=b"n" * 16)
+    lowered = replace(rule, limit=3, more=tuple(replace(one, limit=2) for one in rule.more))
+    scene.limiter.replace_book(RuleBook.of((lowered,), 2))
+    decision = (await scene.hold("/d", 1, number=b"n" * 16)).decision
+    assert decision.remaining == 3
+    assert [one.remaining for one in decision.limits] == [3, 2][: len(decision.limits)]
+
+
 async def test_a_repeated_hold_is_answered_by_its_remaining_limits():
     scene = Scene(rules=(DAILY,))
     first = await scene.hold("/d", number=b"n" * 16)
