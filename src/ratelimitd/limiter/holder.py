@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple, TypeAlias
 
+from ratelimitd.algorithms.calendar_window import window_at
 from ratelimitd.algorithms.several import Charge
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.clock import Clock
@@ -24,12 +25,15 @@ from ratelimitd.ledger.shared_state import within
 from ratelimitd.limiter.limiter import Limiter, PreparedCheck
 from ratelimitd.limiter.scopes import Scope, charges_of
 from ratelimitd.model import (
+    ALLOWED,
     CONCURRENCY,
     COST_EXCEEDS_LIMIT,
+    WITHIN_LIMIT,
     Check,
     Decision,
     Enforcement,
     InFlight,
+    Limit,
     LimitStatus,
     Outcome,
 )
@@ -258,8 +262,19 @@ class Holder:
                 continue
             limit = next((one for one in rule.limits_of(held.plan) if one.name == held.name), None)
             if limit is not None:
-                statuses.append(LimitStatus(*within(outcome, limit)[:5], rule, limit, held.plan))
+                found = self._of_now(within(outcome, limit), limit)
+                statuses.append(LimitStatus(*found[:5], rule, limit, held.plan))
         return statuses
+
+    def _of_now(self, outcome: Outcome, limit: Limit) -> Outcome:
+        """Return the outcome of a bucket, or that of a fresh one if its calendar window is over."""
+        if limit.calendar is None:
+            return outcome
+        # Buckets do not know their calendar: they end by the decades from the epoch to the end of the window.
+        end_s = window_at(limit.calendar, self._clock.now_us()).end_s
+        if outcome[2] <= end_s:
+            return outcome
+        return (ALLOWED, limit.capacity, end_s, 0, WITHIN_LIMIT, None)
 
 
 def _decided(limiter: Limiter, prepared: PreparedCheck, judged: _Judged) -> Decision:

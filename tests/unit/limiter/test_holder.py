@@ -316,6 +316,24 @@ async def test_a_hold_repeated_in_the_next_calendar_window_gets_its_first_answer
     assert (scene.stats.holds["made"], scene.stats.hold_tokens["refunded"]) == (1, 3)
 
 
+@pytest.mark.parametrize("actual", [1, 30])
+async def test_a_settle_after_the_calendar_window_reports_a_fresh_window(actual):
+    scene = Scene(rules=(DAILY,))
+    midnight_s = NOW_S - NOW_S % 86_400 + 86_400
+    scene.clock.advance(seconds=midnight_s - NOW_S - 2)
+    await scene.hold("/d")
+    scene.clock.advance(seconds=4)
+    (daily, _) = (await scene.settle(actual)).limits
+    assert daily[:4] == (True, 10, midnight_s + 86_400, 0)
+
+
+async def test_a_settle_within_the_calendar_window_reports_it():
+    scene = Scene(rules=(DAILY,))
+    await scene.hold("/d")
+    (daily, _) = (await scene.settle(1)).limits
+    assert daily[:4] == (True, 9, NOW_S - NOW_S % 86_400 + 86_400, 0)
+
+
 @pytest.mark.parametrize("rule", [DAILY, replace(DAILY, more=())], ids=["two limits", "one"])
 async def test_a_repeated_hold_has_no_more_left_than_the_edited_limits(rule):
     scene = Scene(rules=(rule,))
