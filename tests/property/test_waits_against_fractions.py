@@ -26,7 +26,7 @@ USER = IdentifierType.USER
 def random_rule(rng):
     limits = [
         Limit(
-            limit=rng.choice([1, 3, 10, 100, 1_000, rng.randint(1, 10**6)]),
+            limit=rng.choice([1, 3, 10, 100, 1_000, rng.randint(1, 10**6), 10**8]),
             window_seconds=rng.choice([1, 1, 2, 7, 60]),
             algorithm=Algorithm.TOKEN_BUCKET,
             name=name,
@@ -208,6 +208,16 @@ def test_callers_that_wait_use_the_whole_refill():
         node.check(START_US + step * 1_000, 1, 50)
     # 10 s of refill, the initial tokens, and those promised for the next 50 ms.
     assert len(node.proceeds) == 1_000 + 5 + 5 - 1
+
+
+def test_checks_at_one_instant_wait_no_longer_than_the_refill_takes():
+    rule = Rule(
+        "r", "/e", USER, limit=300_000, window_seconds=1, algorithm=Algorithm.TOKEN_BUCKET, burst=1_000
+    )  # fmt: skip
+    node = Node(rule)
+    waits = [node.check(START_US, 1, 50).wait_ms for _ in range(5_000)]
+    # A token comes back in 3 1/3 µs.
+    assert waits == [0] * 1_000 + [-(-number // 300) for number in range(1, 4_001)]
 
 
 def test_an_observing_limit_causes_no_wait_and_is_charged_if_it_passes():

@@ -134,7 +134,10 @@ def decide_ahead(
     beyond = spent + (until_us - at_us) * rule.limit - capacity
     if beyond <= 0:
         return (*outcome[:5], (beyond + capacity, at_us))
-    return (*outcome[:5], (capacity, at_us - -beyond // rule.limit))
+    later_us = -(-beyond // rule.limit)
+    # The refill of a part of a µs is kept, but not whole tokens, which others could take before it is due.
+    spent = capacity - min(later_us * rule.limit - beyond, rule.window_us - 1)
+    return (*outcome[:5], (spent, at_us + later_us))
 
 
 def _is_in_debt(state: State, rule: Limit, now_us: int) -> bool:

@@ -232,6 +232,20 @@ class TestAhead:
         denied = token_bucket.decide_ahead(state, self.RULE, T, 3, ahead_us=SECOND // 5)
         assert (denied[0], denied[5]) == (False, state)
 
+    def test_a_check_that_proceeds_later_loses_no_part_of_a_microsecond(self):
+        thirds = replace(rule(3, 7), burst=5)
+        state = spend(thirds, T, 5)
+        # A token takes 2 333 333 1/3 µs, three of them 7 s.
+        for ahead_us in (2_333_334, 4_666_667, 7 * SECOND):
+            assert token_bucket.passes_at_us(state, thirds, T, 1) == T + ahead_us
+            state = token_bucket.decide_ahead(state, thirds, T, 1, ahead_us=ahead_us)[5]
+        assert state == (5 * 7 * SECOND, T + 7 * SECOND)
+
+    def test_whole_tokens_of_a_part_of_a_microsecond_are_given_to_no_earlier_check(self):
+        fast = replace(rule(10_000_000, 1), burst=5)  # 10 tokens a µs
+        state = token_bucket.decide_ahead(spend(fast, T, 5), fast, T, 2, ahead_us=1)[5]
+        assert decide(state, fast, T, 1).allowed is False
+
     def test_a_bucket_with_enough_tokens_reserves_those_of_a_later_check(self):
         outcome = token_bucket.decide_ahead(None, self.RULE, T, 2, ahead_us=SECOND // 5)
         assert outcome[:2] == (True, 3)
