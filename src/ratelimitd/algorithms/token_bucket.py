@@ -13,8 +13,7 @@ of the clock while a check that was allowed ahead of its time waits; until then 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ratelimitd.model import (
     ALLOWED,
@@ -29,9 +28,10 @@ from ratelimitd.model import (
     Outcome,
 )
 
-State = tuple[int, int]
+if TYPE_CHECKING:
+    from ratelimitd.algorithms import Decide
 
-Judge = Callable[[Any, Limit, int, int], Outcome]
+State = tuple[int, int]
 
 _ROUND_UP: Final = US_PER_S - 1
 
@@ -87,7 +87,7 @@ def decide(state: State | None, rule: Limit, now_us: int, cost: int) -> Outcome:
 
 
 def passes_at_us(  # noqa: PLR0917 - what decides a check, and who decides it
-    state: State | None, rule: Limit, now_us: int, cost: int, judge: Judge = decide
+    state: State | None, rule: Limit, now_us: int, cost: int, judge: Decide = decide
 ) -> int | None:
     """Return the first time from ``now_us`` on at which a check passes.
 
@@ -115,7 +115,7 @@ def decide_ahead(
     cost: int,
     *,
     ahead_us: int,
-    judge: Judge = decide,
+    judge: Decide = decide,
 ) -> Outcome:
     """Decide at ``now_us`` a check that proceeds ``ahead_us`` later; ``judge`` as in :func:`passes_at_us`.
 
