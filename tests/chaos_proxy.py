@@ -38,6 +38,7 @@ class Way:
     """What happens to the bytes of one direction."""
 
     latency_ms: float = 0.0
+    """What is on its way when it becomes 0 arrives at once."""
     jitter_ms: float = 0.0
     """Up to so much later; the order stays."""
     bandwidth_bytes_s: float = 0.0
@@ -234,7 +235,6 @@ class _Carrier:
         self._writer = writer
         self._random = source
         self._waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MOST_CHUNKS)
-        self._due_s = 0.0
         self._lost = False
 
     async def take(self) -> None:
@@ -244,14 +244,14 @@ class _Carrier:
             chunk = await self._reader.read(CHUNK_BYTES)
             self._talk.hears(chunk)
             delay_ms = self._way.latency_ms + self._random.uniform(0, self._way.jitter_ms)
-            self._due_s = max(self._due_s, _now_s() + delay_ms / 1_000)
-            await self._waiting.put((self._due_s, chunk))
+            await self._waiting.put((_now_s() + delay_ms / 1_000, chunk))
 
     async def bring(self) -> None:
         """Write, when it is due, what was read, and end when that has ended."""
         while True:
             due_s, chunk = await self._waiting.get()
-            await asyncio.sleep(due_s - _now_s())
+            while self._way.latency_ms + self._way.jitter_ms and (left_s := due_s - _now_s()) > 0:
+                await asyncio.sleep(min(left_s, LOOK_AGAIN_S))
             while self._way.hold or self._talk.is_silent:  # noqa: ASYNC110 - it is changed from other threads
                 await asyncio.sleep(LOOK_AGAIN_S)
             if self._way.drop:

@@ -108,6 +108,15 @@ def test_latency_holds_up_each_way_by_itself_and_delays_do_not_add_up(caller, pr
     assert last_s < 10 * 0.05  # it would be more, were they brought one after the other
 
 
+def test_what_is_late_arrives_at_once_when_the_latency_ends(caller, proxy):
+    proxy.down.latency_ms = 2_000 * WAIT_S
+    caller.sendall(b"late")
+    assert is_silent(caller)
+    proxy.heal()
+    caller.sendall(b"r")
+    assert hear(caller, 5) == b"later"
+
+
 def test_jitter_keeps_the_order(caller, proxy):
     proxy.up.jitter_ms = 5
     octets = bytes(range(100))
