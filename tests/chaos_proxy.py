@@ -250,10 +250,8 @@ class _Carrier:
         """Write, when it is due, what was read, and end when that has ended."""
         while True:
             due_s, chunk = await self._waiting.get()
-            while self._way.latency_ms + self._way.jitter_ms and (left_s := due_s - _now_s()) > 0:
-                await asyncio.sleep(min(left_s, LOOK_AGAIN_S))
-            while self._way.hold or self._talk.is_silent:  # noqa: ASYNC110 - it is changed from other threads
-                await asyncio.sleep(LOOK_AGAIN_S)
+            while (rest_s := self._rest_s(due_s)) > 0:  # noqa: ASYNC110 - it is changed from other threads
+                await asyncio.sleep(min(rest_s, LOOK_AGAIN_S))
             if self._way.drop:
                 self._lost = True
             elif self._lost:
@@ -266,6 +264,14 @@ class _Carrier:
             self._writer.write_eof()
         else:  # over TLS asyncio cannot end one way alone
             self._writer.close()
+
+    def _rest_s(self, due_s: float) -> float:
+        """How much longer a chunk waits by the faults of now."""
+        if self._way.hold or self._talk.is_silent:
+            return LOOK_AGAIN_S
+        if self._way.latency_ms or self._way.jitter_ms:
+            return due_s - _now_s()
+        return 0.0
 
     async def _write(self, chunk: bytes) -> None:
         way = self._way

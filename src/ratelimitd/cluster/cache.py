@@ -45,8 +45,9 @@ class BucketCache:
         self._packed_count = 0
         self.cold = 0
         """Buckets with a cold spend in a partition: known, but neither packed nor in use."""
-        self._stale: list[dict[bytes, Packed]] = [{} for _ in range(HASH_TAGS)]
-        """Packed buckets that may have changed in the store; they expire with the old ones."""
+        self._stale_young: list[dict[bytes, Packed]] = [{} for _ in range(HASH_TAGS)]
+        """Packed buckets that may have changed in the store; they expire as the others do."""
+        self._stale_old: list[dict[bytes, Packed]] = [{} for _ in range(HASH_TAGS)]
         self._next_tag = 0
         self._tag_rotated_us = now_us
         self.evicted_total = 0
@@ -94,10 +95,12 @@ class BucketCache:
 
     def distrust_packed(self, number: int) -> None:
         """Make the packed buckets of a hash tag stale: messages about them may have been lost."""
-        stale = self._stale[number]
-        for generation in (self._packed_old, self._packed_young):
-            stale.update(generation[number])
-            generation[number] = {}
+        for packed, stale in (
+            (self._packed_young, self._stale_young),
+            (self._packed_old, self._stale_old),
+        ):
+            stale[number].update(packed[number])
+            packed[number] = {}
 
     def distrust(self, name: bytes, shared: SharedState | None = None) -> None:
         """Make a packed bucket stale, because it has changed; ``shared`` is a state of the store, if it is known."""
@@ -105,20 +108,25 @@ class BucketCache:
         if known is not None:
             if shared is None or _order(shared) < _order(known):
                 shared = known
-            self._stale[name[0]][name] = pack(shared)
+            self._stale_young[name[0]][name] = pack(shared)
             self._packed_count += 1
 
     def take_stale(self, name: bytes) -> SharedState | None:
         """Remove and return the last known state of a stale bucket; the caller puts it back with :meth:`add`."""
-        packed = self._stale[name[0]].pop(name, None)
+        packed = self._pop_stale(name)
+        return None if packed is None else unpack(packed)
+
+    def _pop_stale(self, name: bytes) -> Packed | None:
+        packed = self._stale_young[name[0]].pop(name, None)
         if packed is None:
-            return None
-        self._packed_count -= 1
-        return unpack(packed)
+            packed = self._stale_old[name[0]].pop(name, None)
+        if packed is not None:
+            self._packed_count -= 1
+        return packed
 
     def _drop_packed(self, name: bytes) -> None:
-        if self.pop_packed(name) is None and self._stale[name[0]].pop(name, None) is not None:
-            self._packed_count -= 1
+        if self.pop_packed(name) is None:
+            self._pop_stale(name)
 
     def put_packed(self, name: bytes, shared: SharedState) -> None:
         """Keep the state of a bucket that is not in use."""
@@ -174,11 +182,11 @@ class BucketCache:
             self.expired_total += self._rotate_next_tag()
 
     def _rotate_next_tag(self) -> int:
-        """Drop the old and stale packed buckets of the next tag; return their number."""
+        """Drop the old packed buckets of the next tag; return their number."""
         number, self._next_tag = self._next_tag, (self._next_tag + 1) % HASH_TAGS
-        dropped = len(self._packed_old[number]) + len(self._stale[number])
-        self._stale[number] = {}
+        dropped = len(self._packed_old[number]) + len(self._stale_old[number])
         self._packed_old[number], self._packed_young[number] = self._packed_young[number], {}
+        self._stale_old[number], self._stale_young[number] = self._stale_young[number], {}
         self._packed_count -= dropped
         return dropped
 

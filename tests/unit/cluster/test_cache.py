@@ -189,9 +189,13 @@ class TestStale:
         scene.cache.distrust(name_of(b"a"), shared)
         assert len(scene.cache) == 0
 
-    def test_a_stale_bucket_expires_as_a_packed_one(self, scene):
+    @pytest.mark.parametrize("distrusted_us", [0, TTL_US // 2])
+    def test_a_stale_bucket_expires_as_a_packed_one(self, scene, distrusted_us):
         scene.cache.put_packed(name_of(b"a"), state(1, 5))
+        scene.run(distrusted_us, step_us=SECOND)
         self.distrust(scene)
+        scene.run(TTL_US // 2 - distrusted_us, step_us=SECOND)
+        assert len(scene.cache) == 1
         scene.run(TTL_US // 2 + SECOND, step_us=SECOND)
         assert (len(scene.cache), scene.cache.expired_total) == (0, 1)
         assert scene.cache.take_stale(name_of(b"a")) is None
