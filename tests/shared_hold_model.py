@@ -338,18 +338,22 @@ class HoldStore:
         return reply._replace(outcomes=())
 
     def _outcomes(self, call: StepCall, record: Record) -> Sequence[Outcome | None]:
-        return [self._has_now(name, record.entries.get(name), call.at_us) for name in call.names]
+        return [self._has_now(call, name, record.entries.get(name)) for name in call.names]
 
-    def _has_now(self, name: bytes, entry: Entry | None, at_us: int) -> Outcome | None:
+    def _has_now(self, call: StepCall, name: bytes, entry: Entry | None) -> Outcome | None:
         if entry is None or entry.charged is None:
             return None
-        rule = entry.charged.rule
+        rule, now = entry.charged.rule, call.limits.get(name)
+        if now and (now.algorithm, now.window_us) != (rule.algorithm, rule.window_us):
+            now = None  # it has another bucket
         if rule.algorithm is Algorithm.CONCURRENCY:
-            return _there(self._of_slots(self.slots_of(name), rule))
-        if name not in self.buckets:
+            return _there(self._of_slots(self.slots_of(name), now or rule))
+        kept = self.buckets.get(name)
+        if kept is None:
             return None
-        shared = self.buckets[name].shared
-        at_us = self.now_us if at_us == STORE_TIME else at_us
+        if now:
+            rule, kept = now, self.opened(kept, now)
+        shared, at_us = kept.shared, self.now_us if call.at_us == STORE_TIME else call.at_us
         return has_now(shared, ledger_model.ruling_of(shared, rule), at_us)
 
     # What else the store does

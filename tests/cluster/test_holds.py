@@ -39,8 +39,8 @@ class Node(Member):
         return number, await self.cluster.holds.hold(hold)
 
     async def settle(self, number, buckets, actual):
-        names = [self.name(key) for key in buckets]
-        return await self.cluster.holds.settle(number, names, actual, self.clock.now_us())
+        limits = {self.name(key): buckets[key] for key in buckets}
+        return await self.cluster.holds.settle(number, limits, actual, self.clock.now_us())
 
     async def left(self, buckets):
         """Return the tokens left in each bucket, by peeks."""

@@ -95,7 +95,11 @@ class Trace:
         if step is Step.EXTEND:
             amount = int(chance.choice([0.1, 3, 40]) * US_PER_S)
         attempt = chance.choice([b"attempt%d" % number for number in range(10)])
-        call = StepCall(step, number, names, amount, self.at_us(), attempt)
+        limits = {
+            NAMES[place]: chance.choice([self.rules[place]] * 3 + [self.rule()])
+            for place in self.some()
+        }
+        call = StepCall(step, number, names, amount, self.at_us(), attempt, limits)
         reply = self.script(hold_codec.HOLD_STEP, hold_codec.step_request(TAG, call))
         assert hold_codec.step_reply(call, reply) == self.model.step(call), call
 

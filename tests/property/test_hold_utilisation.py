@@ -56,7 +56,7 @@ async def admitted(seed, algorithm, estimate, *, settles=True):
         if running is not None:
             number, cost = running
             if settles:
-                await holds.settle(number, names, cost, at_us)
+                await holds.settle(number, dict.fromkeys(names), cost, at_us)
         draw = costs[caller]
         cost = waiting.pop(caller, None) or max(
             1, round(draw.lognormvariate(math.log(MEDIAN), SIGMA))

@@ -90,7 +90,7 @@ class HoldingNode(Node):
 
     async def settle(self, number, actual):
         place = self.open.pop(number)
-        await self.holds.settle(number, [], actual, self.now_us)
+        await self.holds.settle(number, {}, actual, self.now_us)
         at_us, held = self.proceeds[place]
         self.proceeds[place] = at_us, actual
         self.has_owed |= actual > held

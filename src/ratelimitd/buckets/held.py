@@ -84,9 +84,11 @@ class HeldBucket(ABC):
     def dump(self) -> Dump:
         """Return values for JSON, from which :func:`load` restores the bucket."""
 
-    def outcome(self, now_us: int) -> Outcome:
-        """Return the outcome at ``now_us`` of a check that costs nothing."""
-        bucket = self.judged(self.limit, DECIDE[self.limit.algorithm])
+    def outcome(self, now_us: int, limit: Limit | None = None) -> Outcome:
+        """Return the outcome at ``now_us`` of a check that costs nothing; see Holds.settle for ``limit``."""
+        if limit is None or _kind(limit) != _kind(self.limit):
+            limit = self.limit
+        bucket = self.judged(limit, DECIDE[limit.algorithm])
         return (*uncharged(bucket, now_us)[:5], None)
 
     def _dumped(self, state: object) -> dict[str, Any]:
@@ -414,6 +416,10 @@ def _limit(
 def _numbers(text: str) -> list[bytes]:
     joined = bytes.fromhex(text)
     return [joined[start : start + NUMBER_BYTES] for start in range(0, len(joined), NUMBER_BYTES)]
+
+
+def _kind(limit: Limit) -> tuple[Algorithm, int]:
+    return limit.algorithm, limit.window_seconds
 
 
 def _unit(limit: Limit) -> int:

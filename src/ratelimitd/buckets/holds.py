@@ -39,7 +39,7 @@ from ratelimitd.ledger.holds import (
     Hold,
     Settled,
 )
-from ratelimitd.model import CONCURRENCY, MAX_TIME_US, US_PER_S, Outcome, Reason
+from ratelimitd.model import CONCURRENCY, MAX_TIME_US, US_PER_S, Limit, Outcome, Reason
 
 RecordedOutcomes: TypeAlias = tuple[tuple[bytes, tuple[int, ...]], ...]
 """(stored name, outcome) of buckets, as bytes and numbers, which the garbage collector skips."""
@@ -209,7 +209,7 @@ class OwnHolds:
         return Held(names, [*recorded.values()], end_us, is_first=True)
 
     async def settle(
-        self, number: bytes, names: Sequence[bytes], actual: int, now_us: int
+        self, number: bytes, limits: Mapping[bytes, Limit | None], actual: int, now_us: int
     ) -> Settled:
         """Charge the actual cost of a hold; see :class:`ratelimitd.ledger.holds.Holds`."""
         record = self._known(number)
@@ -221,10 +221,12 @@ class OwnHolds:
         if is_first:
             record.actual = actual
             left = self._leave(number, record)
-            record.settled = _recorded([(one.name, one.outcome(now_us)) for one in left])
+            record.settled = _recorded(
+                [(one.name, one.outcome(now_us, limits.get(one.name))) for one in left]
+            )
         elif record.actual != actual:
             raise HoldSettledError
-        return Settled(known=True, is_first=is_first, outcomes=_outcomes(record.settled, names))
+        return Settled(known=True, is_first=is_first, outcomes=_outcomes(record.settled, limits))
 
     async def extend(
         self, number: bytes, _names: Sequence[bytes], ttl_us: int, _now_us: int

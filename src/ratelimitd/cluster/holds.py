@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -145,13 +145,14 @@ class SharedHolds:
         return held
 
     async def settle(
-        self, number: bytes, names: Sequence[bytes], actual: int, now_us: int
+        self, number: bytes, limits: Mapping[bytes, Limit | None], actual: int, now_us: int
     ) -> Settled:
         """Charge what a hold has cost; see :class:`ratelimitd.ledger.holds.Holds`."""
         at_us = STORE_TIME if self._store_time else now_us
-        reply = await self._step(StepCall(Step.SETTLE, number, names, actual, at_us), "actual")
+        call = StepCall(Step.SETTLE, number, [*limits], actual, at_us, limits=limits)
+        reply = await self._step(call, "actual")
         self._open.pop(number)
-        for name in names if reply.given_back or reply.owed else ():
+        for name in limits if reply.given_back or reply.owed else ():
             self._changed(name, reply.owed > 0)
         known = reply.stepped is not Stepped.UNKNOWN
         return Settled(known, reply.stepped is Stepped.DONE, reply.outcomes if known else ())

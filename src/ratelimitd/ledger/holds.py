@@ -7,13 +7,13 @@ that may give it back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from ratelimitd.algorithms.several import Charge
 from ratelimitd.errors import FieldViolation
-from ratelimitd.model import Outcome
+from ratelimitd.model import Limit, Outcome
 
 NUMBER_BYTES: Final = 16
 """A hold's number: 128 bits of a keyed digest, so that no caller can construct the number of another's hold."""
@@ -106,11 +106,12 @@ class Holds(Protocol):
         """
 
     async def settle(
-        self, number: bytes, names: Sequence[bytes], actual: int, now_us: int
+        self, number: bytes, limits: Mapping[bytes, Limit | None], actual: int, now_us: int
     ) -> Settled:
         """Charge ``actual`` tokens instead of the held ones, on the buckets of these stored names.
 
-        Idempotent. 0 gives everything back.
+        Idempotent. 0 gives everything back. The outcomes are by the limits in force; that of a bucket without one, or
+        with one of another algorithm or window, is by the limit of its last charge.
 
         Raises:
             HoldEndedError: the hold ended before it was settled.

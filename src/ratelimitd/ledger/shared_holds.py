@@ -9,7 +9,8 @@ withdrawn, so that no attempt revokes a hold that another has reported to its ca
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias
 
 from ratelimitd.algorithms.several import ENFORCE
@@ -89,7 +90,7 @@ class StepCall(NamedTuple):
     """A step of a hold on the buckets of ``names``.
 
     ``amount``: the tokens of a settle, the µs of an extension. ``attempt``: the one to withdraw. ``at_us``: the time of
-    the outcomes, ``STORE_TIME`` for that of the store.
+    the outcomes, ``STORE_TIME`` for that of the store. ``limits``: by which they are judged.
     """
 
     step: Step
@@ -98,6 +99,7 @@ class StepCall(NamedTuple):
     amount: int = 0
     at_us: int = 0
     attempt: bytes = bytes(ATTEMPT_BYTES)
+    limits: Mapping[bytes, Limit | None] = MappingProxyType({})
 
 
 class Stepped(enum.IntEnum):

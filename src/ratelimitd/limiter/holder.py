@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple, TypeAlias
 
-from ratelimitd.algorithms.calendar_window import window_at
+from ratelimitd.algorithms.calendar_window import in_force, window_at
 from ratelimitd.algorithms.several import Charge
 from ratelimitd.buckets.keys import BucketKeys
 from ratelimitd.clock import Clock
@@ -36,6 +36,7 @@ from ratelimitd.model import (
     Limit,
     LimitStatus,
     Outcome,
+    Rule,
 )
 
 NO_LEASE: Final = FieldViolation("lease", "a limit of concurrency is not leased")
@@ -68,6 +69,14 @@ class SettledHold(NamedTuple):
 
     known: bool
     limits: Sequence[LimitStatus] = ()
+
+
+class _Current(NamedTuple):
+    """The last fields of a :class:`LimitStatus`."""
+
+    rule: Rule
+    limit: Limit
+    plan: str
 
 
 class _InFlight(NamedTuple):
@@ -194,8 +203,13 @@ class Holder:
 
         Raises: as :meth:`ratelimitd.ledger.holds.Holds.settle`.
         """
-        names = [one.bucket for one in limits]
-        settled = await self._holds.settle(number, names, actual, self._clock.now_us())
+        now_us = self._clock.now_us()
+        current = [self._current(one) for one in limits]
+        of_buckets = {
+            held.bucket: one and _of_window(one.limit, now_us)
+            for held, one in zip(limits, current, strict=True)
+        }
+        settled = await self._holds.settle(number, of_buckets, actual, now_us)
         self._forget(number)
         if not settled.known:
             return SettledHold(known=False)
@@ -203,7 +217,12 @@ class Holder:
             self._stats.holds["settled"] += 1
             self._stats.hold_tokens["refunded"] += max(0, held - actual)
             self._stats.hold_tokens["debt"] += max(0, actual - held)
-        return SettledHold(known=True, limits=self._statuses(limits, settled.outcomes))
+        statuses = [
+            LimitStatus(*self._of_now(within(outcome, one.limit), one.limit)[:5], *one)
+            for one, outcome in zip(current, settled.outcomes, strict=True)
+            if one and outcome
+        ]
+        return SettledHold(known=True, limits=statuses)
 
     async def extend(self, number: bytes, limits: Sequence[HeldLimit], ttl_us: int) -> int | None:
         """Extend a hold; return its end in µs, ``None`` if the hold is unknown.
@@ -250,27 +269,20 @@ class Holder:
             self._count(held, -1)
             self._stats.holds["expired"] += 1
 
-    def _statuses(
-        self, limits: Sequence[HeldLimit], outcomes: Sequence[Outcome | None]
-    ) -> Sequence[LimitStatus]:
-        """Return the statuses of those limits that still exist."""
+    def _current(self, held: HeldLimit) -> _Current | None:
+        """Return a limit as it is now; ``None`` if it is gone."""
         book = self._limiter.book
-        statuses = []
-        for held, outcome in zip(limits, outcomes, strict=True):
-            rule = book.get(held.rule_id) if book is not None else None
-            if rule is None or outcome is None:
-                continue
-            limit = next((one for one in rule.limits_of(held.plan) if one.name == held.name), None)
-            if limit is not None:
-                found = self._of_now(within(outcome, limit), limit)
-                statuses.append(LimitStatus(*found[:5], rule, limit, held.plan))
-        return statuses
+        rule = book.get(held.rule_id) if book is not None else None
+        if rule is not None:
+            for limit in rule.limits_of(held.plan):
+                if limit.name == held.name:
+                    return _Current(rule, limit, held.plan)
+        return None
 
     def _of_now(self, outcome: Outcome, limit: Limit) -> Outcome:
         """Return the outcome of a bucket, or that of a fresh one if its calendar window is over."""
         if limit.calendar is None:
             return outcome
-        # Buckets do not know their calendar: they end by the decades from the epoch to the end of the window.
         end_s = window_at(limit.calendar, self._clock.now_us()).end_s
         if outcome[2] <= end_s:
             return outcome
@@ -289,6 +301,13 @@ def _decided(limiter: Limiter, prepared: PreparedCheck, judged: _Judged) -> Deci
         return limiter.answer(judged[0][1], prepared)
     scope = replace(prepared.scope, several=tuple([one for one, _ in judged]))
     return limiter.answer([outcome for _, outcome in judged], prepared._replace(scope=scope))
+
+
+def _of_window(limit: Limit, now_us: int) -> Limit:
+    """Return the limit of a bucket: that of a calendar is a fixed window, of the decades from the epoch to its end."""
+    if limit.calendar is None:
+        return limit
+    return in_force(limit, window_at(limit.calendar, now_us))
 
 
 def _one_bucket(held: Held) -> Sequence[HeldLimit]:

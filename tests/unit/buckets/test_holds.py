@@ -44,8 +44,8 @@ class Scene:
         )
 
     async def settle(self, number, actual, key=b"a"):
-        names, now_us = [self.keys.stored(key)], self.clock.now_us()
-        return await self.holds.settle(number.to_bytes(16, "big"), names, actual, now_us)
+        limits, now_us = {self.keys.stored(key): None}, self.clock.now_us()
+        return await self.holds.settle(number.to_bytes(16, "big"), limits, actual, now_us)
 
     async def drop(self):
         """Settle enough other holds that the settled ones are dropped."""

@@ -104,7 +104,7 @@ class World:
         if number in self.settled or not number:
             return
         actual = self.rng.choice([0, self.rng.randint(0, 9), self.rng.randint(0, 99), 150])
-        settled = await self.holds.settle(number, [], actual, self.clock.now_us())
+        settled = await self.holds.settle(number, {}, actual, self.clock.now_us())
         if settled.known:
             self.settled[number] = actual
             keys = [
@@ -147,8 +147,9 @@ class World:
         known = set()
         for number in self.holds_made:
             if number in self.settled:
-                names = [KEYS.stored(key) for key in LIMITS]
-                again = await holds.settle(number, names, self.settled[number], self.clock.now_us())
+                limits = {KEYS.stored(key): limit for key, limit in LIMITS.items()}
+                actual = self.settled[number]
+                again = await holds.settle(number, limits, actual, self.clock.now_us())
                 is_known = again.known
             else:
                 try:

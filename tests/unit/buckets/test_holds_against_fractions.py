@@ -154,10 +154,10 @@ class World:
         actual = self.rng.choice([0, cost, self.rng.randint(0, cost), cost + 1, 3 * cost])
         if known is not None and known.actual is not None and self.rng.random() < 0.7:
             actual = known.actual
-        names = [KEYS.stored(name) for name in known.recorded] if known else []
+        limits = {KEYS.stored(name): self.limits[name] for name in known.recorded} if known else {}
         expected = outcome_of(lambda: self.model.settle(number, actual, self.clock_s))
         now_us = self.clock.now_us()
-        got = outcome_of(lambda: at_once(self.holds.settle(number, names, actual, now_us)))
+        got = outcome_of(lambda: at_once(self.holds.settle(number, limits, actual, now_us)))
         if isinstance(expected, type):
             assert got is expected
             self.met[expected.__name__] += 1
@@ -166,22 +166,11 @@ class World:
         if got.is_first:
             self.met["settle of less" if actual < cost else "settle of more"] += actual != cost
             for name, outcome in zip(known.recorded, got.outcomes, strict=True):
-                # The outcome is by the limit of the bucket's latest charge.
-                if name in known.charged and outcome is not None and name not in self.edited():
+                if name in known.charged and outcome is not None:
                     there = self.model.there(name, self.limits[name], self.clock_s, self.clock_s)
                     assert named(outcome) == there
                     self.met["told of a settle"] += 1
         self.met["repeated settle"] += got.known and not got.is_first
-
-    def edited(self):
-        """Return the names of buckets whose limit was edited since their latest charge."""
-        return {
-            name
-            for name, bucket in self.model.buckets.items()
-            if bucket.charges and bucket.charges[-1].limit != self.limits[name]
-        } | {
-            name for name, limit in self.limits.items() if limit.algorithm is Algorithm.CONCURRENCY
-        }
 
     def extend(self):
         number, ttl = self.rng.choice([*self.model.held] or NUMBERS), self.rng.choice([1, 5, 60])

@@ -76,8 +76,8 @@ class Scene:
         return await self.run(self.holds.hold(self.asked(*keys, **what)))
 
     async def settle(self, actual, *keys, number=NUMBER):
-        names = [*map(name_of, keys)]
-        return await self.run(self.holds.settle(number, names, actual, self.clock.now_us()))
+        limits = dict.fromkeys(map(name_of, keys))
+        return await self.run(self.holds.settle(number, limits, actual, self.clock.now_us()))
 
     async def extend(self, ttl_s, *keys, number=NUMBER):
         names = [*map(name_of, keys)]
@@ -310,7 +310,7 @@ async def test_a_settle_without_buckets_is_unknown(scene):
 
 async def test_a_settle_takes_effect_after_its_caller_left(scene):
     await scene.hold(b"a", cost=600)
-    task = asyncio.ensure_future(scene.holds.settle(NUMBER, [name_of(b"a")], 0, 0))
+    task = asyncio.ensure_future(scene.holds.settle(NUMBER, {name_of(b"a"): None}, 0, 0))
     await asyncio.sleep(0)
     task.cancel()
     scene.timers.run(MS)

@@ -121,12 +121,26 @@ async def test_a_hold_that_observing_limits_deny_is_in_flight_until_it_is_settle
         assert scene.stats.holds_open == 0
 
 
-async def test_no_more_is_left_after_a_settle_than_the_edited_limit():
+@pytest.mark.parametrize("rule", [RULE, SLOTS], ids=["tokens", "slots"])
+@pytest.mark.parametrize("limit", [1, 3, 20])
+async def test_a_settle_reports_what_the_next_check_finds_under_an_edited_limit(rule, limit):
+    scene = Scene()
+    for number in (b"1" * 16, b"2" * 16):
+        await scene.hold(rule.endpoint, 2, number=number)
+    scene.limiter.replace_book(RuleBook.of([replace(rule, limit=limit)], 2))
+    [status] = (await scene.settle(1)).limits
+    decision = scene.limiter.check(Check(b"u", "user", rule.endpoint, 1))
+    assert (status.limit.limit, status.allowed) == (limit, True)
+    assert status.remaining - decision.allowed * (rule is RULE) == decision.remaining
+
+
+async def test_a_settle_after_an_edit_of_the_window_reports_the_bucket_of_the_hold():
     scene = Scene()
     await scene.hold()
-    scene.limiter.replace_book(RuleBook.of([replace(RULE, limit=3)], 2))
+    edited = replace(RULE, limit=20, window_seconds=90)
+    scene.limiter.replace_book(RuleBook.of([edited], 2))
     [status] = (await scene.settle(1)).limits
-    assert (status.remaining, status.limit.limit) == (3, 3)
+    assert (status.remaining, status.limit) == (9, edited)
 
 
 async def test_repeated_calls_count_once():
@@ -327,11 +341,13 @@ async def test_a_settle_after_the_calendar_window_reports_a_fresh_window(actual)
     assert daily[:4] == (True, 10, midnight_s + 86_400, 0)
 
 
-async def test_a_settle_within_the_calendar_window_reports_it():
+@pytest.mark.parametrize(("limit", "left"), [(10, 9), (3, 2), (20, 19)])
+async def test_a_settle_within_the_calendar_window_reports_it(limit, left):
     scene = Scene(rules=(DAILY,))
     await scene.hold("/d")
+    scene.limiter.replace_book(RuleBook.of((replace(DAILY, limit=limit),), 2))
     (daily, _) = (await scene.settle(1)).limits
-    assert daily[:4] == (True, 9, NOW_S - NOW_S % 86_400 + 86_400, 0)
+    assert daily[:4] == (True, left, NOW_S - NOW_S % 86_400 + 86_400, 0)
 
 
 @pytest.mark.parametrize("rule", [DAILY, replace(DAILY, more=())], ids=["two limits", "one"])

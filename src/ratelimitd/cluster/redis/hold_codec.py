@@ -12,6 +12,7 @@ from typing import Any, Final
 from ratelimitd.buckets.keys import STORED_KEY_BYTES
 from ratelimitd.cluster.redis.codec import (
     ANSWER_BYTES,
+    NUMBERS,
     Request,
     bucket_key,
     holds_key,
@@ -22,7 +23,7 @@ from ratelimitd.cluster.redis.codec import (
 )
 from ratelimitd.errors import StoreCorruptError
 from ratelimitd.ledger.shared_holds import HoldCall, HoldReply, Made, StepCall, Stepped, StepReply
-from ratelimitd.model import MAX_TIME_US
+from ratelimitd.model import MAX_TIME_US, Limit
 
 _MORE: Final = ("concurrency.lua", "holds.lua")
 
@@ -36,6 +37,7 @@ _HOLD: Final = Struct("<8s8sQI")
 _MADE: Final = Struct("<BQI")
 _FOUND: Final = Struct(f"{STORED_KEY_BYTES}s{ANSWER_BYTES}s")
 _STEP: Final = Struct("<BQq8s")
+_LIMIT: Final = Struct("<BQIII")
 _STEPPED: Final = Struct("<BQQQ")
 
 _MADE_BY: Final = {int(one): one for one in Made}
@@ -79,8 +81,16 @@ def hold_reply(call: HoldCall, reply: Any) -> tuple[int, HoldReply]:
 
 def step_request(tag: int, call: StepCall) -> Request:
     """Return keys and arguments of ``HOLD_STEP``."""
-    argument = _STEP.pack(call.step, call.amount, call.at_us, call.attempt)
-    return _keys(tag, call.number, call.names), [argument]
+    head = _STEP.pack(call.step, call.amount, call.at_us, call.attempt)
+    limits = b"".join([_packed(call.limits.get(name)) for name in call.names])
+    return _keys(tag, call.number, call.names), [head + limits]
+
+
+def _packed(limit: Limit | None) -> bytes:
+    if limit is None:
+        return bytes(_LIMIT.size)
+    kind = NUMBERS[limit.algorithm]
+    return _LIMIT.pack(kind, limit.revision, limit.limit, limit.burst, limit.window_seconds)
 
 
 def step_reply(call: StepCall, reply: Any) -> StepReply:

@@ -43,9 +43,11 @@ def test_a_hold_names_its_record_and_each_bucket_with_its_open_holds():
 
 
 def test_a_step_names_the_same_keys():
-    keys, [argument] = step_request(TAG, STEP._replace(attempt=b"attempt1"))
+    limits = {check.name: check.rule for check in CALL.checks[1:]}
+    keys, [argument] = step_request(TAG, STEP._replace(attempt=b"attempt1", limits=limits))
     assert keys == [b"rl1:{a7}:hold:" + NUMBER, *hold_request(TAG, CALL)[0][1:]]
-    assert argument == pack("<BQq8s", 1, 2, -1, b"attempt1")
+    no_limit, limit = bytes(21), pack("<BQIII", 4, 1, 7, 0, 60)
+    assert argument == pack("<BQq8s", 1, 2, -1, b"attempt1") + no_limit + limit
 
 
 @pytest.mark.parametrize("made", [made for made in Made if made is not Made.FOUND])

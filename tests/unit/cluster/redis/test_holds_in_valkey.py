@@ -1,6 +1,7 @@
 """Holds in a real Valkey: foreign values at their keys, expiry, lost data, and required permissions."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,12 +37,12 @@ class Scene:
         call = HoldCall(number, b"digest01", attempt, checks, ttl_s * US_PER_S, 100)
         return await asked(self.store.hold, TAG, call)
 
-    async def step(self, step, *names, amount=0, number=NUMBER, attempt=bytes(8)):
-        call = StepCall(step, number, names, amount, STORE_TIME, attempt)
+    async def step(self, step, *names, amount=0, number=NUMBER, attempt=bytes(8), **fields):
+        call = StepCall(step, number, names, amount, STORE_TIME, attempt, **fields)
         return await asked(self.store.step_hold, TAG, call)
 
-    async def settle(self, actual, *names, number=NUMBER):
-        return await self.step(Step.SETTLE, *names, amount=actual, number=number)
+    async def settle(self, actual, *names, **fields):
+        return await self.step(Step.SETTLE, *names, amount=actual, **fields)
 
     async def left(self, name, cost=1):
         """Return the tokens left, by a peek."""
@@ -65,6 +66,15 @@ async def test_a_hold_is_made_and_settled_once(scene):
     assert (await scene.settle(3, A, S)).stepped is Stepped.SETTLED
     assert (await scene.left(A), await scene.left(S)) == (7, 2)
     assert scene.store.corrupt_total == 0
+
+
+async def test_a_settle_is_answered_by_the_limits_in_force(scene):
+    await scene.hold(A, S)
+    edited = {name: replace(rule, limit=5, revision=2) for name, rule in RULES.items()}
+    limits = edited | {S: replace(RULES[S], algorithm=Algorithm.FIXED_WINDOW)}
+    settled = await scene.settle(2, A, S, limits=limits)
+    assert [one[1] for one in settled.outcomes] == [3, 2]  # the other algorithm has another bucket
+    assert [one[1] for one in (await scene.settle(2, A, S, limits=edited)).outcomes] == [3, 5]
 
 
 async def test_all_keys_of_a_hold_expire(valkey, scene):

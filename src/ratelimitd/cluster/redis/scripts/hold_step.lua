@@ -2,7 +2,8 @@
 --
 -- KEYS     see holds.lua
 -- ARGV[1]  step: 1 settle, 2 extend, 3 withdraw (1) · tokens of a settle, µs of an extension (8) · time of the buckets'
---          answers, -1 for the store's own clock (8, signed) · name of the attempt (8)
+--          answers, -1 for the store's own clock (8, signed) · name of the attempt (8) · of each bucket, the limit for
+--          its answer: algorithm, 0 without one (1) · revision (8) · limit (4) · burst (4) · window in s (4)
 --
 -- Returns in one text: result (1) · end of the hold (8) · tokens refunded (8) · tokens charged (8) · after a settle,
 -- also a repeated one, the state of each bucket as in decide.lua; reason 0 for a bucket that is not in the hold.
@@ -11,12 +12,14 @@
 -- the hold that overdraw a window under a lower limit also count in the next window.
 
 local STEP = '<BI8i8c8'
+local LIMIT = '<BI8I4I4I4'
+local LIMIT_BYTES = 21
 local REPLY = '<BI8I8I8'
 local PAIR = '<I8I8'
 local SETTLE, EXTEND, WITHDRAW = 1, 2, 3
 local UNKNOWN, DONE, AS_BEFORE, SETTLED, ENDED = 0, 1, 2, 3, 4
 
-local step, amount, told_us, attempt = unpack(STEP, ARGV[1])
+local step, amount, told_us, attempt, first_limit = unpack(STEP, ARGV[1])
 local slots = algorithm_of(CONCURRENCY)
 local given_back, owed = 0, 0
 local answers = {}
@@ -79,22 +82,29 @@ local function settle_all(actual)
   end
 end
 
--- The current state of a bucket, as an answer.
-local function has_now(key)
+-- The current state of the bucket of KEYS[index], as an answer.
+local function has_now(index)
+  local key = KEYS[index]
   local place = place_of(record, key)
   if not place then
     return NO_BUCKET
   end
-  local _, _, kind, limit, window_s = unpack(ENTRY, record.entries, place)
+  local _, _, kind, held_limit, window_s = unpack(ENTRY, record.entries, place)
+  local kind_now, revision, limit, burst, window_now_s =
+    unpack(LIMIT, ARGV[1], first_limit + (index / 2 - 1) * LIMIT_BYTES)
+  local is_in_force = kind_now == kind and window_now_s == window_s
   local remaining, reset_time, _
   if kind == CONCURRENCY then
+    limit = is_in_force and limit or held_limit
     _, remaining, reset_time = slots.told(slots.opened(key, now_us), key, limit, now_us, 0)
   elseif kind > 0 then
     local algorithm, window_us = algorithm_of(kind), window_s * US_PER_S
-    local generation, _, its_limit, burst, x, y, at_us = stored(algorithm, value_at(key), window_us)
-    if generation then
+    local value, its_limit, its_burst, x, y, at_us, is_corrupt = value_at(key)
+    _, _, its_limit, its_burst, x, y, at_us, is_corrupt =
+      opened(algorithm, value, -1, is_in_force and revision or -1, limit, burst, window_us)
+    if value and not is_corrupt then
       _, _, _, _, remaining, reset_time =
-        algorithm.judged(x, y, at_us, its_limit, window_us, time_of_check(told_us), ALL, burst)
+        algorithm.judged(x, y, at_us, its_limit, window_us, time_of_check(told_us), ALL, its_burst)
     end
   end
   return remaining and pack(ANSWER, 1, WITHIN_LIMIT, remaining, 0, saturated(reset_time)) or NO_BUCKET
@@ -102,7 +112,7 @@ end
 
 local function tell_all()
   for index = 2, #KEYS, 2 do
-    answers[index / 2] = has_now(KEYS[index])
+    answers[index / 2] = has_now(index)
   end
 end
 
