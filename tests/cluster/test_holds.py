@@ -168,7 +168,7 @@ async def test_holds_are_judged_by_reachable_servers_while_the_breaker_of_anothe
         observed = {lost: replace(WINDOW, enforcement=Enforcement.OBSERVE), window: WINDOW}
         number, held = await one.hold(observed)
         assert (held.is_first, held.outcomes[0], held.outcomes[1][1]) == (True, None, 90)
-        assert (await two.settle(number, [window], 0)).is_first
+        assert (await two.settle(number, {window: WINDOW}, 0)).is_first
         await has(two, {window: WINDOW}, [100])
         cluster.nodes[2].start()
         await soon(lambda: cluster.nodes[2].ask("CLUSTER", "INFO").startswith(b"cluster_state:ok"))
