@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 from functools import partial
 
 import grpc
@@ -14,6 +15,7 @@ from ratelimitd_client.testing import ManualClock
 from ratelimiter.v1 import ratelimiter_pb2 as pb
 from tests.client.hostile import BEHAVIOURS, bytes_server, never_answering, socket_server
 from tests.client.kinds import KINDS, PATIENT_S, Asked, opened, result_of
+from tests.client.transport.certificates import MUTUAL, STRANGER, TRUSTING, server_credentials
 from tests.fake_node import fake_node
 from tests.servers import START_S, free_port
 
@@ -91,6 +93,22 @@ async def test_a_client_waits_no_longer_than_its_caller_may(new_client, slept):
                 )
                 assert (await client.check(*ALICE, max_wait_s=0.5)).allowed is allowed
             assert slept == [0.5]
+
+
+async def test_a_replaced_file_of_an_authority_is_used_without_a_restart(new_client, tmp_path):
+    ca = tmp_path / "ca.pem"
+    ca.write_bytes(STRANGER.ca)
+
+    async def is_answered():
+        return not (await client.check(*ALICE)).fail_open
+
+    with fake_node(server_credentials(mutual=True)) as node:
+        node.answer = pb.RateLimitResponse(allowed=True, reason=pb.WITHIN_LIMIT)
+        tls = replace(MUTUAL, ca=ca)
+        async with new_client(node.address, tls=tls, timeout_s=PATIENT_S) as client:
+            assert [await is_answered() for _ in range(10)] == [False] * 10
+            ca.write_bytes(TRUSTING.ca)
+            await until(is_answered)
 
 
 async def test_many_checks_are_decided_in_one_call_in_their_order(client, kind):

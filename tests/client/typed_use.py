@@ -1,6 +1,7 @@
 """What users write, for the type checker alone (`make lint`): no part of it may be of unknown type."""
 # mypy: disallow-untyped-defs, disallow-untyped-calls, disallow-any-generics, disallow-any-expr, check-untyped-defs
 
+from pathlib import Path
 from typing import assert_type
 
 from ratelimitd_client import (
@@ -22,7 +23,7 @@ from ratelimitd_client.testing import AsyncFakeRateLimiter, FakeRateLimiter, Man
 
 def blocking() -> None:
     """A client that blocks."""
-    tls = Tls(ca=b"ca", cert=b"cert", key=b"key")
+    tls = Tls(ca=Path("ca.pem"), cert=b"cert", key=b"key")
     with RateLimiterClient("limiter:9090", tls=tls, token="t", timeout_s=0.01) as limiter:
         decision = limiter.check("alice", "user", "/x", cost=2, peek=True, timeout_s=0.5)
         assert_type(decision, Decision)

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import serialization
 
 from ratelimitd_client import Tls
 from ratelimitd_client.transport.tls import open_context
-from tests.client.transport.certificates import AUTHORITY, CALLER, MUTUAL, TRUSTING
+from tests.client.transport.certificates import AUTHORITY, CALLER, MUTUAL, STRANGER, TRUSTING
 
 CA = AUTHORITY.cert_pem.bytes()
 CERT = CALLER.cert_chain_pems[0].bytes()
@@ -61,7 +61,7 @@ def test_without_files_in_memory_a_key_is_in_a_private_one_while_it_is_loaded(
 @pytest.mark.parametrize(
     ("parts", "error", "problem"),
     [
-        ({"ca": "ca.pem"}, TypeError, "ca must be the bytes of a PEM file, not str"),
+        ({"ca": "ca.pem"}, TypeError, "ca must be the bytes or the Path of a PEM file, not str"),
         ({"ca": b"no PEM"}, ValueError, "ca must be PEM with a certificate"),
         ({"ca": MUTUAL.key}, ValueError, "ca must be PEM with a certificate"),
         ({"cert": MUTUAL.key, "key": MUTUAL.cert}, ValueError, "cert must be PEM with a certif"),
@@ -71,6 +71,40 @@ def test_without_files_in_memory_a_key_is_in_a_private_one_while_it_is_loaded(
 def test_what_is_no_pem_of_its_kind_is_refused(parts, error, problem):
     with pytest.raises(error, match=problem):
         Tls(**parts)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """TLS material in files, and their paths."""
+    paths = {name: tmp_path / f"{name}.pem" for name in ("ca", "cert", "key")}
+    for name, path in paths.items():
+        path.write_bytes(getattr(MUTUAL, name))
+    return Tls(**paths), paths
+
+
+def test_files_are_read_again(files):
+    tls, paths = files
+    assert tls.read() == MUTUAL
+    assert MUTUAL.read() is MUTUAL
+    paths["ca"].write_bytes(STRANGER.ca)
+    assert tls.read(MUTUAL) == replace(MUTUAL, ca=STRANGER.ca)
+    [root] = open_context(tls).get_ca_certs(binary_form=True)
+    assert ssl.DER_cert_to_PEM_cert(root).split() == STRANGER.ca.decode().split()
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"no PEM", CERT], ids=["missing", "empty", "no PEM", "of another kind"]
+)
+def test_files_that_cannot_be_used_do_not_replace_what_was_read(files, content):
+    tls, paths = files
+    if content is None:
+        paths["key"].unlink()
+    else:
+        paths["key"].write_bytes(content)
+    assert tls.read(MUTUAL) is MUTUAL
+    for refused in (tls.read, lambda: Tls(**paths)):
+        with pytest.raises((ValueError, OSError), match="key"):
+            refused()
 
 
 def encrypted(key, form):

@@ -22,7 +22,7 @@ from ratelimitd_client.leases import MAX_LEASE_MS, TTL_S, Bucket, Leases
 from ratelimitd_client.observers import Observer
 from ratelimitd_client.sessions import DEFAULT_TIMEOUT_S, LATE_S, Arguments, methods_of
 from ratelimitd_client.transport.channel import NativeChannel, open_native_channel
-from ratelimitd_client.transport.grpc_channel import Metadata, open_async_channel
+from ratelimitd_client.transport.grpc_channel import Metadata, RenewedChannel, open_async_channel
 from ratelimitd_client.transport.link import NodeCall
 from ratelimitd_client.transport.tls import Tls
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -132,7 +132,7 @@ class AsyncSessions(Arguments[asyncio.AbstractEventLoop, "AsyncSession"]):
             native = open_native_channel(self._target, self._tls, tls_failed)
         session = AsyncSession(
             native,
-            self._open_grpc,
+            lambda: self._grpc(open_async_channel),
             self._fail_open,
             metadata=self._metadata,
             linger_s=self._linger_s,
@@ -142,9 +142,6 @@ class AsyncSessions(Arguments[asyncio.AbstractEventLoop, "AsyncSession"]):
             session.leases = Leases(acquire, lease_s=self._lease_s, loop=session.loop)
         self._sessions[session.loop] = session
         return session
-
-    def _open_grpc(self) -> grpc.aio.Channel:
-        return open_async_channel(self._target, tls=self._tls, options=self._options)
 
 
 class AsyncSession:
@@ -157,7 +154,7 @@ class AsyncSession:
     def __init__(
         self,
         native: NativeChannel | None,
-        open_grpc: Callable[[], grpc.aio.Channel],
+        open_grpc: Callable[[], RenewedChannel[grpc.aio.Channel]],
         fail_open: FailOpen,
         *,
         metadata: Metadata,
@@ -165,8 +162,7 @@ class AsyncSession:
     ) -> None:
         self._open_grpc = open_grpc
         self._native = native
-        self._grpc_channel: grpc.aio.Channel | None = None
-        self.channel: NativeChannel | grpc.aio.Channel = native or self.grpc_channel
+        self._grpc: RenewedChannel[grpc.aio.Channel] | None = None
         self.fail_open = fail_open
         self.allows: Callable[[], bool] = fail_open.breaker.allows
         self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
@@ -184,9 +180,14 @@ class AsyncSession:
     @property
     def grpc_channel(self) -> grpc.aio.Channel:
         """The channel of gRPC, opened when it is first needed."""
-        if self._grpc_channel is None:
-            self._grpc_channel = self._open_grpc()
-        return self._grpc_channel
+        if self._grpc is None:
+            self._grpc = self._open_grpc()
+        return self._grpc.channel
+
+    @property
+    def channel(self) -> NativeChannel | grpc.aio.Channel:
+        """The channel that carries the checks."""
+        return self._native or self.grpc_channel
 
     async def wait_until_ready(self, timeout_s: float) -> bool:
         """Connect, and return whether that succeeded in time."""
@@ -205,9 +206,10 @@ class AsyncSession:
             # Unlike gather, this cancels no call when it is cancelled.
             await asyncio.wait(self._under_way)
         self._is_closed = True
-        await self.channel.close()
-        if self._grpc_channel is not None:
-            await self._grpc_channel.close()
+        if self._native is not None:
+            await self._native.close()
+        if self._grpc is not None:
+            await self._grpc.channel.close()
 
     def ask_many(self, requests: Sequence[bytes], timeout_s: float) -> asyncio.Task[list[Decision]]:
         """Send checks in one call; the task returns their decisions. Closing waits for it."""
@@ -310,6 +312,8 @@ class AsyncSession:
     def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         """Return decisions while the breaker is not closed. If a probe is due, send the checks as one."""
         if self.fail_open.breaker.begin_probe():
+            if self._grpc is not None and self._grpc.renew() and self._native is None:
+                self._methods = methods_of(self.grpc_channel)
             self.ask_many(self.fail_open.probe_of(requests), timeout_s)
         return self.fail_open.not_asked(len(requests))
 

@@ -23,7 +23,9 @@ from ratelimitd_client.fail_open import PATHS, SETTLE, CallError, FailOpen, call
 from ratelimitd_client.observers import Counts, Observer, Report, report_to
 from ratelimitd_client.transport.grpc_channel import (
     CHECKING_OPTIONS,
+    ChannelT,
     Metadata,
+    RenewedChannel,
     authorization,
     open_channel,
 )
@@ -86,6 +88,11 @@ class Arguments(Generic[Owner, SessionT]):
             self._report = report_to(self._clock, self.counts, observer)
             self._observed = report_to(self._clock, observer)
 
+    def _grpc(self, open_with: Callable[..., ChannelT]) -> RenewedChannel[ChannelT]:
+        return RenewedChannel(
+            lambda tls: open_with(self._target, tls=tls, options=self._options), self._tls
+        )
+
     def _new_fail_open(self) -> FailOpen:
         return FailOpen(self._clock, self.on_unavailable, target=self._target)
 
@@ -106,8 +113,7 @@ class Sessions(Arguments[int, "Session"]):
         if session is not None and not self._closed:
             return session
         self._require_open()
-        channel = open_channel(self._target, tls=self._tls, options=self._options)
-        opened = Session(channel, self._new_fail_open(), self._metadata)
+        opened = Session(self._grpc(open_channel), self._new_fail_open(), self._metadata)
         # Two threads may get here at once: one session is kept. After a fork the parent's session stays untouched:
         # closing it would send GOAWAY on the parent's sockets.
         kept = self._sessions.setdefault(os.getpid(), opened)
@@ -122,13 +128,20 @@ class Sessions(Arguments[int, "Session"]):
 class Session:
     """The channel of one process, used by all of its threads."""
 
-    def __init__(self, channel: grpc.Channel, fail_open: FailOpen, metadata: Metadata) -> None:
-        self.grpc_channel = channel
+    def __init__(
+        self, grpc_: RenewedChannel[grpc.Channel], fail_open: FailOpen, metadata: Metadata
+    ) -> None:
+        self._grpc = grpc_
         self.fail_open = fail_open
         self.allows: Callable[[], bool] = fail_open.breaker.allows
         self._metadata = metadata
-        self._methods = methods_of(channel)
+        self._methods = methods_of(self.grpc_channel)
         self._is_closed = False
+
+    @property
+    def grpc_channel(self) -> grpc.Channel:
+        """The open channel."""
+        return self._grpc.channel
 
     def wait_until_ready(self, timeout_s: float) -> bool:
         """Connect, and return whether a peer answered in time."""
@@ -209,6 +222,8 @@ class Session:
     def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         """Return decisions while the breaker is not closed. If a probe is due, send the checks as one."""
         if self.fail_open.breaker.begin_probe():
+            if self._grpc.renew():
+                self._methods = methods_of(self.grpc_channel)
             self._probe(self.fail_open.probe_of(requests), timeout_s)
         return self.fail_open.not_asked(len(requests))
 

@@ -101,7 +101,9 @@ class NativeChannel:
         self._tls_failed = tls_failed
         self._target = target
         self._tls = tls
+        self._tls_read: Tls | None = None
         self._context: ssl.SSLContext | None = None
+        """That of ``_tls_read``, the material when it was last read."""
         self._scheme = "http" if tls is None else "https"
         self._nodes: dict[Address, _Node] = {}
         self._ready: list[Link] = []
@@ -415,8 +417,10 @@ class NativeChannel:
         return None
 
     async def _open(self, address: Address, link: Link) -> None:
-        if self._context is None and self._tls is not None:
-            self._context = open_context(self._tls)
+        if self._tls is not None:
+            read = self._tls.read(self._tls_read)
+            if read != self._tls_read:
+                self._tls_read, self._context = read, open_context(read)
         name = None if self._context is None else self._target.server_name
         options: Any = {"ssl": self._context, "server_hostname": name}
         if address.path:

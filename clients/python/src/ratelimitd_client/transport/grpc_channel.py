@@ -1,20 +1,17 @@
-"""gRPC channels to a node: keepalive, message sizes, TLS and the token, for every kind of client.
-
-Reads no file: certificates come as PEM bytes.
-"""
+"""gRPC channels to a node: keepalive, message sizes, TLS and the token, for every kind of client."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, Final, Self
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Generic, Self, TypeVar
 
 import grpc
 import grpc.aio
 
 from ratelimitd_client.check import require_text, valid_timeout_s
 from ratelimitd_client.transport.targets import require_target
-from ratelimitd_client.transport.tls import Tls, require_tls
+from ratelimitd_client.transport.tls import Tls, bytes_of, require_tls
 from ratelimiter.v1 import ratelimiter_pb2_grpc as stubs
 
 KEEPALIVE_MS: Final = 10_000
@@ -57,6 +54,8 @@ DEFAULT_NODE_TIMEOUT_S: Final = 1.0
 
 Metadata = tuple[tuple[str, str], ...]
 
+ChannelT = TypeVar("ChannelT", grpc.Channel, grpc.aio.Channel)
+
 _BEARER_TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 """The characters of RFC 6750 section 2.1."""
 
@@ -95,10 +94,31 @@ def _open(
     arguments = [*{**CHANNEL_OPTIONS, **(options or {})}.items()]
     if tls is None:
         return library.insecure_channel(target, options=arguments)
-    credentials = grpc.ssl_channel_credentials(
-        root_certificates=tls.ca, private_key=tls.key, certificate_chain=tls.cert
-    )
+    credentials = grpc.ssl_channel_credentials(*map(bytes_of, (tls.ca, tls.key, tls.cert)))
     return library.secure_channel(target, credentials, options=arguments)
+
+
+class RenewedChannel(Generic[ChannelT]):
+    """A channel that is opened again when the files of its TLS material have changed: gRPC does not read them.
+
+    Attributes:
+        channel: the open one.
+    """
+
+    def __init__(self, open_with: Callable[[Tls | None], ChannelT], tls: Tls | None) -> None:
+        self._open_with: Callable[[Tls | None], ChannelT] = open_with
+        self._tls = tls
+        self._read = None if tls is None else tls.read()
+        self.channel: ChannelT = open_with(self._read)
+
+    def renew(self) -> bool:
+        """Return whether the channel was opened again; gRPC closes the former one after its calls in flight."""
+        read = None if self._tls is None else self._tls.read(self._read)
+        if read == self._read:
+            return False
+        self._read = read
+        self.channel = self._open_with(read)
+        return True
 
 
 def authorization(token: str | None) -> Metadata:

@@ -24,19 +24,20 @@ _OWN_FILES: Final = "/proc/self/fd"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Tls:
-    """TLS material, each part the bytes of a PEM file.
+    """TLS material, each part the bytes of a PEM file, or its path; later connections read a file again.
 
     ``ca`` verifies the node (``None``: the roots that gRPC ships). ``cert`` and ``key`` are the client's own, for mTLS.
 
     Raises:
         ValueError: one of ``cert`` and ``key`` is missing; a part is no PEM of its kind, or damaged; ``key`` is
             encrypted, or that of another certificate.
-        TypeError: a part is not bytes.
+        TypeError: a part is neither bytes nor a path.
+        OSError: a file cannot be read.
     """
 
-    ca: bytes | None = None
-    cert: bytes | None = None
-    key: bytes | None = None
+    ca: bytes | Path | None = None
+    cert: bytes | Path | None = None
+    key: bytes | Path | None = None
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
@@ -44,13 +45,36 @@ class Tls:
             raise ValueError(message)
         for name, label in _LABELS.items():
             part: object = getattr(self, name)
-            if not isinstance(part, bytes | None):
-                message = f"{name} must be the bytes of a PEM file, not {type(part).__name__}"
+            if not isinstance(part, bytes | Path | None):
+                kind = type(part).__name__
+                message = f"{name} must be the bytes or the Path of a PEM file, not {kind}"
                 raise TypeError(message)
-            if part is not None and label not in part:
+            if isinstance(part, bytes) and label not in part:
                 message = f"{name} must be PEM with a {label.decode().strip('-').lower()}"
                 raise ValueError(message)
-        open_context(self)
+        if self.read() is self:
+            open_context(self)
+
+    def read(self, last: Tls | None = None) -> Tls:
+        """Return the material with the present content of its files; ``last`` while they cannot be used.
+
+        Raises:
+            ValueError, OSError: they cannot be used, and there is no ``last``.
+        """
+        parts = self.ca, self.cert, self.key
+        if not any(isinstance(part, Path) for part in parts):
+            return self
+        try:
+            return Tls(*map(bytes_of, parts))
+        except (ValueError, OSError):
+            if last is None:
+                raise
+            return last
+
+
+def bytes_of(part: bytes | Path | None) -> bytes | None:
+    """Return a part, read from its file if it is a path."""
+    return part.read_bytes() if isinstance(part, Path) else part
 
 
 def require_tls(tls: object) -> None:
@@ -73,13 +97,14 @@ def open_context(tls: Tls) -> ssl.SSLContext:
     # As gRPC, and Python from 3.13: an intermediate authority, or the node's own certificate, can be trusted alone.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     # Without roots no certificate is accepted; gRPC's own are used over its channel.
-    if tls.ca is not None:
+    ca, cert, key = map(bytes_of, (tls.ca, tls.cert, tls.key))
+    if ca is not None:
         with _naming("ca"):
             # Comments of a bundle may be in UTF-8.
-            context.load_verify_locations(cadata=tls.ca.decode("ascii", "ignore"))
-    if tls.cert is not None and tls.key is not None:
+            context.load_verify_locations(cadata=ca.decode("ascii", "ignore"))
+    if cert is not None and key is not None:
         with _naming("cert and key"):
-            _load_own(context, tls.cert, tls.key)
+            _load_own(context, cert, key)
     return context
 
 
