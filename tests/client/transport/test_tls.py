@@ -85,9 +85,10 @@ def files(tmp_path):
 def test_files_are_read_again(files):
     tls, paths = files
     assert tls.read() == MUTUAL
+    assert tls.read() is tls.read()
     assert MUTUAL.read() is MUTUAL
     paths["ca"].write_bytes(STRANGER.ca)
-    assert tls.read(MUTUAL) == replace(MUTUAL, ca=STRANGER.ca)
+    assert tls.read() == replace(MUTUAL, ca=STRANGER.ca)
     [root] = open_context(tls).get_ca_certs(binary_form=True)
     assert ssl.DER_cert_to_PEM_cert(root).split() == STRANGER.ca.decode().split()
 
@@ -101,10 +102,12 @@ def test_files_that_cannot_be_used_do_not_replace_what_was_read(files, content):
         paths["key"].unlink()
     else:
         paths["key"].write_bytes(content)
-    assert tls.read(MUTUAL) is MUTUAL
-    for refused in (tls.read, lambda: Tls(**paths)):
-        with pytest.raises((ValueError, OSError), match="key"):
-            refused()
+    assert tls.read() == MUTUAL
+    with pytest.raises((ValueError, OSError), match="key"):
+        Tls(**paths)
+    paths["key"].write_bytes(MUTUAL.key)
+    paths["ca"].write_bytes(STRANGER.ca)
+    assert tls.read() == replace(MUTUAL, ca=STRANGER.ca)
 
 
 def encrypted(key, form):

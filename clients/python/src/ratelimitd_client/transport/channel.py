@@ -418,8 +418,8 @@ class NativeChannel:
 
     async def _open(self, address: Address, link: Link) -> None:
         if self._tls is not None:
-            read = self._tls.read(self._tls_read)
-            if read != self._tls_read:
+            read = self._tls.read()
+            if read is not self._tls_read:
                 self._tls_read, self._context = read, open_context(read)
         name = None if self._context is None else self._target.server_name
         options: Any = {"ssl": self._context, "server_hostname": name}

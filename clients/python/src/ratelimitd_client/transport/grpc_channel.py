@@ -94,7 +94,9 @@ def _open(
     arguments = [*{**CHANNEL_OPTIONS, **(options or {})}.items()]
     if tls is None:
         return library.insecure_channel(target, options=arguments)
-    credentials = grpc.ssl_channel_credentials(*map(bytes_of, (tls.ca, tls.key, tls.cert)))
+    read = tls.read()
+    parts = map(bytes_of, (read.ca, read.key, read.cert))
+    credentials = grpc.ssl_channel_credentials(*parts)
     return library.secure_channel(target, credentials, options=arguments)
 
 
@@ -113,11 +115,9 @@ class RenewedChannel(Generic[ChannelT]):
 
     def renew(self) -> bool:
         """Return whether the channel was opened again; gRPC closes the former one after its calls in flight."""
-        read = None if self._tls is None else self._tls.read(self._read)
-        if read == self._read:
+        if self._tls is None or (read := self._tls.read()) is self._read:
             return False
-        self._read = read
-        self.channel = self._open_with(read)
+        self._read, self.channel = read, self._open_with(read)
         return True
 
 

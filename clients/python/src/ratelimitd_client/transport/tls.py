@@ -7,7 +7,7 @@ import ssl
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +24,7 @@ _OWN_FILES: Final = "/proc/self/fd"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Tls:
-    """TLS material, each part the bytes of a PEM file, or its path; later connections read a file again.
+    """TLS material, each part the bytes of a PEM file, or its path; later connections read the file again.
 
     ``ca`` verifies the node (``None``: the roots that gRPC ships). ``cert`` and ``key`` are the client's own, for mTLS.
 
@@ -38,6 +38,8 @@ class Tls:
     ca: bytes | Path | None = None
     cert: bytes | Path | None = None
     key: bytes | Path | None = None
+    _last_read: Tls | None = field(default=None, init=False, compare=False)
+    """The material as bytes, if a part is a path."""
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
@@ -52,24 +54,27 @@ class Tls:
             if isinstance(part, bytes) and label not in part:
                 message = f"{name} must be PEM with a {label.decode().strip('-').lower()}"
                 raise ValueError(message)
-        if self.read() is self:
+        if any(isinstance(part, Path) for part in (self.ca, self.cert, self.key)):
+            self._read_files()
+        else:
             open_context(self)
 
-    def read(self, last: Tls | None = None) -> Tls:
-        """Return the material with the present content of its files; ``last`` while they cannot be used.
+    def read(self) -> Tls:
+        """Return the material as bytes: what the files contain, or what they did before they became unusable.
 
-        Raises:
-            ValueError, OSError: they cannot be used, and there is no ``last``.
+        Returns the same object until they have changed.
         """
-        parts = self.ca, self.cert, self.key
-        if not any(isinstance(part, Path) for part in parts):
+        if self._last_read is None:
             return self
-        try:
-            return Tls(*map(bytes_of, parts))
-        except (ValueError, OSError):
-            if last is None:
-                raise
-            return last
+        with suppress(ValueError, OSError):
+            self._read_files()
+        return self._last_read
+
+    def _read_files(self) -> None:
+        found = [*map(bytes_of, (self.ca, self.cert, self.key))]
+        last = self._last_read
+        if last is None or found != [last.ca, last.cert, last.key]:
+            object.__setattr__(self, "_last_read", Tls(*found))
 
 
 def bytes_of(part: bytes | Path | None) -> bytes | None:
