@@ -12,7 +12,9 @@ ENTRIES = 500
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     directory = tmp_path_factory.mktemp("shared")
-    with Shared(directory, "--cache-entries", str(ENTRIES), count=2) as shared:
+    # No check may fail open, however busy the machine is.
+    patient = "--redis-timeout-ms", "1000"
+    with Shared(directory, "--cache-entries", str(ENTRIES), *patient, count=2) as shared:
         yield shared
 
 
