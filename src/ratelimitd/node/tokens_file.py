@@ -19,9 +19,9 @@ from types import MappingProxyType
 from typing import Final, NoReturn
 
 from ratelimitd.errors import StartupError
-from ratelimitd.rpc.tls import stamp_of
 from ratelimitd.rules.yaml_reader import Node, YamlError, read_yaml_file
 from ratelimitd.services.auth import NamedTokens, Role, Token, digest_of
+from ratelimitd.settings.sources import stamp_of
 
 MAX_FILE_BYTES: Final = 1024 * 1024
 """Some 7,000 entries."""

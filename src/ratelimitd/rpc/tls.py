@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import logging
-import os
 import re
 import ssl
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, Self
 
 from ratelimitd.errors import StartupError
+from ratelimitd.settings.sources import Stamp, stamp_of
 
 CERT_SETTING: Final = "TLS_CERT"
 KEY_SETTING: Final = "TLS_KEY"
@@ -80,12 +80,6 @@ class Certificates(NamedTuple):
         found = {CERT_SETTING: self.chain, CLIENT_CA_SETTING: self.client_ca or b""}
         ends = {setting: _first_end_s(pem) for setting, pem in found.items()}
         return {setting: end for setting, end in ends.items() if end is not None}
-
-
-Stamp = tuple[int, int, int] | None
-"""Identifies a version of a file: change time in ns, size and inode; ``None`` if it is missing.
-
-The change time also covers permissions, and copies that keep the modification time."""
 
 
 class CertificateSource:
@@ -160,15 +154,6 @@ class CertificateSource:
 
     def _stamp_now(self) -> tuple[Stamp, ...]:
         return tuple(stamp_of(path) for path in self._files if path is not None)
-
-
-def stamp_of(path: Path) -> Stamp:
-    """Return the current version of a file."""
-    try:
-        status = os.stat(path)  # noqa: PTH116 -- at every handshake: half the time of Path.stat
-    except OSError:
-        return None
-    return status.st_ctime_ns, status.st_size, status.st_ino
 
 
 def _read(files: TlsFiles) -> Certificates:

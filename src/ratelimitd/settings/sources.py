@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from ratelimitd.errors import SettingsError
 
@@ -22,6 +23,12 @@ KUBERNETES_SERVICE: Final = re.compile(
     r"(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT(?:_\d+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)?)"
 )
 """Variables that Kubernetes sets in a namespace with a service called ``ratelimitd``; ignored."""
+
+
+Stamp: TypeAlias = tuple[int, int, int] | None
+"""Identifies a version of a file: change time in ns, size and inode; ``None`` if it is missing.
+
+The change time also covers permissions, and copies that keep the modification time."""
 
 
 class Found(NamedTuple):
@@ -45,6 +52,15 @@ def flag_of(name: str) -> str:
 def file_of(name: str) -> str:
     """Return the setting that names the file of a secret: ``ADMIN_TOKEN`` → ``ADMIN_TOKEN_FILE``."""
     return name + "_FILE"
+
+
+def stamp_of(path: str | Path) -> Stamp:
+    """Return the current version of a file that a setting names."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 -- at every handshake: half the time of Path.stat
+    except OSError:
+        return None
+    return status.st_ctime_ns, status.st_size, status.st_ino
 
 
 def find(

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import secrets
-import ssl
 import stat
 import time
 from collections import Counter
@@ -30,7 +29,7 @@ from ratelimitd.cluster.redis.connection import (
 from ratelimitd.cluster.redis.link import LinkOptions, ask_once, connect
 from ratelimitd.cluster.redis.sentinel import ASK_S, Sentinels
 from ratelimitd.cluster.redis.store import MAX_STATUS_BYTES, MEMBERS_KEY, MEMBERS_TAG, status_key
-from ratelimitd.cluster.redis.topology import client_context
+from ratelimitd.cluster.redis.topology import ClientTls
 from ratelimitd.errors import (
     RateLimitdError,
     SchemaOlderError,
@@ -258,7 +257,7 @@ async def check_shared_state(settings: Settings) -> list[Finding]:
         return [_own_state(settings)]
     url = parse_redis_url(settings.redis_url)
     try:
-        tls = client_context(url.tls) if url.tls is not None else None
+        tls = ClientTls(url.tls) if url.tls is not None else None
     except RateLimitdError as error:
         what = str(error).removeprefix(f"{AREA}: ")
         return [problem(AREA, what, "put a PEM file there that the node may read")]
@@ -301,7 +300,7 @@ def _own_state(settings: Settings) -> Finding:
 
 
 async def _server(
-    server: Server, tag: int, *, url: RedisUrl, tls: ssl.SSLContext | None, timeout_ms: int
+    server: Server, tag: int, *, url: RedisUrl, tls: ClientTls | None, timeout_ms: int
 ) -> list[Finding]:
     is_cluster = url.topology is TopologyKind.CLUSTER
     name = f"store {server}"
@@ -340,7 +339,7 @@ async def _check_admin_tokens(asked: Asked) -> list[Finding]:
 
 
 async def _sentinels(
-    url: RedisUrl, tls: ssl.SSLContext | None, servers: dict[Server, int]
+    url: RedisUrl, tls: ClientTls | None, servers: dict[Server, int]
 ) -> list[Finding]:
     found: list[Finding] = []
     options = LinkOptions(ASK_S, Handshake(client_name=CLIENT_NAME), tls)
@@ -366,7 +365,7 @@ async def _sentinels(
 
 
 async def _cluster(
-    url: RedisUrl, tls: ssl.SSLContext | None, servers: dict[Server, int]
+    url: RedisUrl, tls: ClientTls | None, servers: dict[Server, int]
 ) -> list[Finding]:
     found: list[Finding] = []
     handshake = Handshake(url.login, 0, CLIENT_NAME, wants_primary=False)

@@ -15,7 +15,7 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from ratelimitd.cluster.redis.codec import Script
 from ratelimitd.cluster.redis.connection import (
@@ -59,10 +59,14 @@ KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT",
 _Connection = TypeVar("_Connection", bound=Connection)
 
 
+Tls: TypeAlias = Callable[[], ssl.SSLContext]
+"""Returns the context of a new connection."""
+
+
 async def connect(
     server: Server,
     handshake: Handshake,
-    tls: ssl.SSLContext | None,
+    tls: Tls | None,
     make: Callable[[], _Connection],
     *,
     within_s: float = CONNECT_S,
@@ -96,7 +100,7 @@ async def connect(
 async def ask_once(
     server: Server,
     handshake: Handshake,
-    tls: ssl.SSLContext | None,
+    tls: Tls | None,
     *command: bytes | str,
     within_s: float = CONNECT_S,
 ) -> Any:
@@ -125,13 +129,14 @@ def cause_of(error: OSError) -> str:
     )
 
 
-async def _open(
-    server: Server, tls: ssl.SSLContext | None, make: Callable[[], _Connection]
-) -> _Connection:
+async def _open(server: Server, tls: Tls | None, make: Callable[[], _Connection]) -> _Connection:
     loop = asyncio.get_running_loop()
     if server.is_path:
         return (await loop.create_unix_connection(make, server.host))[1]
-    transport, connection = await loop.create_connection(make, server.host, server.port, ssl=tls)
+    context = None if tls is None else tls()
+    transport, connection = await loop.create_connection(
+        make, server.host, server.port, ssl=context
+    )
     keep_alive(transport.get_extra_info("socket"))
     return connection
 
@@ -198,7 +203,7 @@ class LinkOptions(NamedTuple):
 
     timeout_s: float
     handshake: Handshake = Handshake()
-    tls: ssl.SSLContext | None = None
+    tls: Tls | None = None
     max_requests: int = MAX_REQUESTS
     report: Callable[[str], None] = warn
     random: Callable[[], float] = random_source.random

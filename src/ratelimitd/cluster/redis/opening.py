@@ -16,7 +16,7 @@ from ratelimitd.cluster.redis.link import LinkOptions, warn
 from ratelimitd.cluster.redis.pubsub import Bus
 from ratelimitd.cluster.redis.sentinel import SentinelTopology
 from ratelimitd.cluster.redis.store import RedisStore, TracedStore
-from ratelimitd.cluster.redis.topology import Topology, client_context, standalone
+from ratelimitd.cluster.redis.topology import ClientTls, Topology, standalone
 from ratelimitd.counters import CheckStats
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.settings.table import Settings
@@ -85,7 +85,7 @@ def open_topology(
     options = LinkOptions(
         timeout_ms / 1000,
         Handshake(url.login, url.database, client_name, wants_primary=wants_primary),
-        client_context(url.tls) if url.tls is not None else None,
+        ClientTls(url.tls, report) if url.tls is not None else None,
         report=report,
         silence_s=silence_ms / 1_000,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from contextlib import suppress
 from typing import Final
 
@@ -31,7 +30,7 @@ class Sentinels:
     def __init__(self, url: RedisUrl, options: LinkOptions) -> None:
         self._service = url.service
         self._sentinels = list(url.servers)
-        self._tls: ssl.SSLContext | None = options.tls
+        self._tls = options.tls
         client_name = options.handshake.client_name
         self.handshake = Handshake(
             url.sentinel_login, 0, client_name, wants_primary=False, peer="a sentinel"

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from ratelimitd.cluster.redis.link import CONNECT_S, Link, LinkOptions, Locate
+from ratelimitd.cluster.redis.link import CONNECT_S, Link, LinkOptions, Locate, warn
 from ratelimitd.errors import StartupError
 from ratelimitd.retry import cancel_all
+from ratelimitd.settings.sources import Stamp, stamp_of
 from ratelimitd.settings.urls import RedisUrl, Server, TlsFiles
 
 TAGS: Final = 256
@@ -107,11 +108,41 @@ async def settled(links: Sequence[Link]) -> None:
     await cancel_all(*pending)
 
 
-def client_context(files: TlsFiles) -> ssl.SSLContext:
+class ClientTls:
+    """Returns the TLS context of a new connection, made again when one of the files has changed.
+
+    Raises:
+        StartupError: a file cannot be used; the message names the option of the URL. Later ``report`` receives it, and
+            the former files stay in use.
+    """
+
+    def __init__(self, files: TlsFiles, report: Callable[[str], None] = warn) -> None:
+        self._files = files
+        self._report = report
+        self._stamps = self._stamps_now()
+        self._context = _context_of(files)
+
+    def __call__(self) -> ssl.SSLContext:
+        """Return the context; costs one ``stat`` for each file if nothing has changed."""
+        stamps = self._stamps_now()
+        if stamps != self._stamps:
+            self._stamps = stamps
+            try:
+                self._context = _context_of(self._files)
+            except StartupError as error:
+                self._report(f"{error}; the former files stay in use")
+        return self._context
+
+    def _stamps_now(self) -> Sequence[Stamp]:
+        files = self._files
+        return [stamp_of(path) for path in (files.ca_certs, files.certfile, files.keyfile) if path]
+
+
+def _context_of(files: TlsFiles) -> ssl.SSLContext:
     """Return the TLS context of connections.
 
     Raises:
-        StartupError: a file cannot be used; the message names the option of the URL.
+        StartupError: a file cannot be used.
     """
     try:
         # A given CA file replaces the system's authorities.

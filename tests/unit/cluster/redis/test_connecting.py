@@ -6,7 +6,7 @@ import trustme
 
 from ratelimitd.cluster.redis.connection import Connection, Handshake, hand_over
 from ratelimitd.cluster.redis.link import ask_once, cause_of, connect, keep_alive
-from ratelimitd.cluster.redis.topology import client_context
+from ratelimitd.cluster.redis.topology import ClientTls
 from ratelimitd.errors import StoreMisconfiguredError, StoreUnavailableError
 from ratelimitd.settings.urls import Server, TlsFiles
 from tests.chaos_proxy import ChaosProxy
@@ -36,7 +36,7 @@ class Authority:
     def client(self, *, certificate=False, check_hostname=True):
         paths = [str(self._directory / name) for name in ("ca", "cert", "key")]
         files = TlsFiles(*paths) if certificate else TlsFiles(paths[0])
-        return client_context(files._replace(check_hostname=check_hostname))
+        return ClientTls(files._replace(check_hostname=check_hostname))
 
 
 @pytest.fixture(scope="module")
