@@ -129,9 +129,9 @@ class Session:
     """The channel of one process, used by all of its threads."""
 
     def __init__(
-        self, grpc_: RenewedChannel[grpc.Channel], fail_open: FailOpen, metadata: Metadata
+        self, renewed: RenewedChannel[grpc.Channel], fail_open: FailOpen, metadata: Metadata
     ) -> None:
-        self._grpc = grpc_
+        self._renewed = renewed
         self.fail_open = fail_open
         self.allows: Callable[[], bool] = fail_open.breaker.allows
         self._metadata = metadata
@@ -141,7 +141,7 @@ class Session:
     @property
     def grpc_channel(self) -> grpc.Channel:
         """The open channel."""
-        return self._grpc.channel
+        return self._renewed.channel
 
     def wait_until_ready(self, timeout_s: float) -> bool:
         """Connect, and return whether a peer answered in time."""
@@ -222,7 +222,7 @@ class Session:
     def unasked(self, requests: Sequence[bytes], timeout_s: float) -> list[Decision]:
         """Return decisions while the breaker is not closed. If a probe is due, send the checks as one."""
         if self.fail_open.breaker.begin_probe():
-            if self._grpc.renew():
+            if self._renewed.renew():
                 self._methods = methods_of(self.grpc_channel)
             self._probe(self.fail_open.probe_of(requests), timeout_s)
         return self.fail_open.not_asked(len(requests))
