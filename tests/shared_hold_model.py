@@ -138,6 +138,7 @@ class HoldStore:
             [self.now_us + one.rule.window_us for one in passing if one.kept is None],
             default=MAX_TIME_US,
         )
+        last_us = min(last_us, self.now_us + call.longest_us)
         end_us = min(self.now_us + call.ttl_us, last_us)
         entries = {one.check.name: self._charge(call, one, end_us) for one in judged}
         self.records[call.number] = Record(

@@ -9,7 +9,12 @@ import pytest
 
 from ratelimitd.algorithms import DECIDE
 from ratelimitd.cluster.redis.cluster_topology import SLOT_OF_TAG
-from ratelimitd.errors import BreakerOpenError, HoldSettledError, StoreUnavailableError
+from ratelimitd.errors import (
+    BreakerOpenError,
+    HoldEndedError,
+    HoldSettledError,
+    StoreUnavailableError,
+)
 from ratelimitd.ledger.holds import Hold
 from ratelimitd.model import US_PER_S, Algorithm, Enforcement
 from ratelimiter.v1 import ratelimiter_pb2 as pb
@@ -125,6 +130,17 @@ async def test_a_hold_repeated_concurrently_by_several_nodes_is_made_once(cluste
             settles = [node.settle(number, buckets, 0) for node in (one, two)]
             assert all(settled.known for settled in await asyncio.gather(*settles))
             assert await one.left(buckets) == [100, 100, 100, 3]
+
+
+async def test_a_hold_on_several_servers_ends_with_its_slot(cluster):
+    async with nodes(cluster.url, CONSISTENCY="strict") as (one, two):
+        brief = replace(SLOTS, window_seconds=1)
+        buckets = {one.key_on(cluster, 0): WINDOW, one.key_on(cluster, 1): brief}
+        number, held = await one.hold(buckets, 50)
+        await asyncio.sleep(max(0, held.expire_us - one.clock.now_us()) / US_PER_S + 0.2)
+        with pytest.raises(HoldEndedError):
+            await two.settle(number, buckets, 90)
+        assert await one.left(buckets) == [50, 3]
 
 
 async def test_a_killed_server_loses_its_holds_and_creates_no_tokens(cluster):

@@ -15,7 +15,7 @@ from ratelimitd.cluster.redis.codec import FORMAT_OF_HELD, JOINED, Script, bucke
 from ratelimitd.ledger.protocol import Batch
 from ratelimitd.ledger.shared_holds import HoldCall, Step, StepCall
 from ratelimitd.ledger.shared_state import OBSERVES, STORE_TIME, StoreCheck, Update
-from ratelimitd.model import INT32_MAX, US_PER_S, Algorithm
+from ratelimitd.model import INT32_MAX, MAX_TIME_US, US_PER_S, Algorithm
 from tests.shared_hold_model import PEEK, HoldStore
 from tests.store_scripts import TAG, key_of, plain, rule_of, run
 
@@ -78,7 +78,9 @@ class Trace:
         record = self.model.record(number)
         if record is not None and record.attempts == (attempt,):  # the same call
             checks = [checks[0]._replace(name=name) for name in record.entries]
-        call = HoldCall(number, digest, attempt, checks, ttl_us, chance.choice([1_000, 3]))
+        longest_us = chance.choice([MAX_TIME_US, MAX_TIME_US, US_PER_S])
+        most = chance.choice([1_000, 3])
+        call = HoldCall(number, digest, attempt, checks, ttl_us, most, longest_us)
         reply = self.script(hold_codec.HOLD, hold_codec.hold_request(TAG, call))
         assert hold_codec.hold_reply(call, reply)[1] == self.model.hold(call), call
         self.holds.append((number, [check.name for check in checks], cost))

@@ -33,6 +33,7 @@ from ratelimitd.ledger.shared_holds import (
     conclude,
     conclude_step,
     has_part,
+    longest_life_us,
 )
 from ratelimitd.ledger.shared_state import OBSERVES, STORE_TIME, StoreCheck
 from ratelimitd.model import Algorithm, Enforcement, Limit
@@ -309,7 +310,9 @@ class Node:
         """Make a hold; ``done`` receives it, or the error."""
         attempt = self.world.attempt()
         calls = {}
-        for server, places in self.by_server(names).items():
+        parts = self.by_server(names)
+        longest_us = longest_life_us([limit for _, limit, _ in hold.charges], len(parts))
+        for server, places in parts.items():
             checks = [
                 StoreCheck(
                     names[place],
@@ -327,6 +330,7 @@ class Node:
                 checks,
                 hold.ttl_us,
                 self.world.scenario.most,
+                longest_us,
             )
         self._ask_all(
             {server: partial(server.hold, call) for server, call in calls.items()},

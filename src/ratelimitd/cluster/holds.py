@@ -33,6 +33,7 @@ from ratelimitd.ledger.shared_holds import (
     conclude,
     conclude_step,
     has_part,
+    longest_life_us,
 )
 from ratelimitd.ledger.shared_state import OBSERVES, STORE_TIME, StoreCheck
 from ratelimitd.model import CONCURRENCY, Limit
@@ -104,6 +105,8 @@ class SharedHolds:
             )
             for name, (_, limit, _) in zip(names, hold.charges, strict=True)
         ]
+        limits = [limit for _, limit, _ in hold.charges]
+        longest_us = longest_life_us(limits, len(parts))
         calls = [
             HoldCall(
                 hold.number,
@@ -112,6 +115,7 @@ class SharedHolds:
                 [checks[place] for place in places],
                 hold.ttl_us,
                 self._max_per_bucket,
+                longest_us,
             )
             for places in parts
         ]
@@ -126,7 +130,6 @@ class SharedHolds:
         except asyncio.CancelledError:
             answered.add_done_callback(lambda made: withdraw(made.result()))
             raise
-        limits = [limit for _, limit, _ in hold.charges]
         try:
             held = conclude(names, limits, hold.cost, answers)
         except Exception:

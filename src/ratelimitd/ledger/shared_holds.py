@@ -24,7 +24,7 @@ from ratelimitd.errors import (
 )
 from ratelimitd.ledger.holds import OF_ANOTHER_CHECK, OF_WHAT_IS_OVER, Held
 from ratelimitd.ledger.shared_state import StoreCheck
-from ratelimitd.model import ALLOWED, CONCURRENCY, WITHIN_LIMIT, Limit, Outcome
+from ratelimitd.model import ALLOWED, CONCURRENCY, MAX_TIME_US, WITHIN_LIMIT, Limit, Outcome
 
 ATTEMPT_BYTES: Final = 8
 
@@ -35,7 +35,8 @@ MAX_ATTEMPTS: Final = 8
 class HoldCall(NamedTuple):
     """A hold, or a part of one, to be made in one step of the store.
 
-    ``checks`` has one check for each bucket. ``most`` is the maximum of holds on a bucket.
+    ``checks`` has one check for each bucket. ``most`` is the maximum of holds on a bucket. ``longest_us`` bounds the
+    life of the hold, including extensions, by concurrency limits of other parts: see :func:`longest_life_us`.
     """
 
     number: bytes
@@ -44,6 +45,7 @@ class HoldCall(NamedTuple):
     checks: Sequence[StoreCheck]
     ttl_us: int
     most: int
+    longest_us: int = MAX_TIME_US
 
     @property
     def names(self) -> Sequence[bytes]:
@@ -127,6 +129,15 @@ Part: TypeAlias = tuple[Sequence[int], HoldReply | RateLimitdError]
 
 PartOfStep: TypeAlias = tuple[Sequence[int], StepReply | RateLimitdError]
 """(indices of the step's names that a call was for, its answer)."""
+
+
+def longest_life_us(limits: Sequence[Limit], parts: int) -> int:
+    """Return the longest life of a hold in several parts, so that all of them end with its slots.
+
+    The only part of a hold knows all its limits, also whether one that observes gives it a slot.
+    """
+    lives_us = [limit.window_us for limit in limits if limit.algorithm is CONCURRENCY]
+    return min(lives_us, default=MAX_TIME_US) if parts > 1 else MAX_TIME_US
 
 
 def conclude(

@@ -18,7 +18,7 @@ from ratelimitd.errors import (
     StoreMisconfiguredError,
     StoreUnavailableError,
 )
-from ratelimitd.ledger.holds import MIN_ENDS, STEP, Hold
+from ratelimitd.ledger.holds import GRACE_S, MIN_ENDS, STEP, Hold
 from ratelimitd.ledger.shared_holds import Step
 from ratelimitd.ledger.shared_state import OBSERVES, STORE_TIME
 from ratelimitd.model import Algorithm, Calendar, Enforcement, Period
@@ -331,6 +331,19 @@ async def test_in_a_cluster_each_hash_tag_is_requested_concurrently(cluster):
     settled = await cluster.settle(0, b"a", b"b", b"ab")
     assert left(settled.outcomes) == [(True, 1_000)] * 3
     assert settled.is_first
+
+
+async def test_in_a_cluster_all_parts_of_a_hold_end_with_its_slot(cluster):
+    made = {"ttl_s": 3_600, "limits": [RULE, SLOTS]}
+    held = await cluster.hold(b"a", b"b", cost=5, **made)
+    assert await cluster.extend(3_600, b"a", b"b") == held.expire_us
+    cluster.clock.advance(seconds=SLOTS.window_seconds + 1)
+    with pytest.raises(HoldEndedError):
+        await cluster.settle(9, b"a", b"b")
+    assert cluster.spent(b"a") == 5
+    cluster.clock.advance(seconds=GRACE_S)
+    assert (await cluster.hold(b"a", b"b", cost=5, **made)).is_first
+    assert cluster.spent(b"a") == 10
 
 
 async def test_in_a_cluster_charges_of_a_denied_hold_are_refunded(cluster):

@@ -33,7 +33,7 @@ HOLD: Final = load("hold", *_MORE)
 HOLD_STEP: Final = load("hold_step", *_MORE)
 """Settles, extends or withdraws one hold."""
 
-_HOLD: Final = Struct("<8s8sQI")
+_HOLD: Final = Struct("<8s8sQIQ")
 _MADE: Final = Struct("<BQI")
 _FOUND: Final = Struct(f"{STORED_KEY_BYTES}s{ANSWER_BYTES}s")
 _STEP: Final = Struct("<BQq8s")
@@ -54,7 +54,7 @@ def _keys(tag: int, number: bytes, names: Sequence[bytes]) -> list[bytes]:
 
 def hold_request(tag: int, call: HoldCall) -> Request:
     """Return keys and arguments of ``HOLD``."""
-    head = _HOLD.pack(call.check_digest, call.attempt, call.ttl_us, call.most)
+    head = _HOLD.pack(call.check_digest, call.attempt, call.ttl_us, call.most, call.longest_us)
     return _keys(tag, call.number, call.names), [head + packed_checks(call.checks)]
 
 

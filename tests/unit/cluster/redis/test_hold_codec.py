@@ -21,6 +21,7 @@ CALL = HoldCall(
     [StoreCheck(ONE, WINDOW, 5, 3, 0), StoreCheck(OTHER, SLOTS, STORE_TIME, 3, OBSERVES)],
     60_000_000,
     9,
+    7_000_000,
 )
 STEP = StepCall(Step.SETTLE, NUMBER, [ONE, OTHER], 2, STORE_TIME)
 ANSWER = pack("<BBIIQ", 1, 1, 6, 0, 99)
@@ -37,7 +38,7 @@ def test_a_hold_names_its_record_and_each_bucket_with_its_open_holds():
         b"rl1:{a7}:" + OTHER,
         b"rl1:{a7}:holds:" + OTHER,
     ]
-    head = pack("<8s8sQI", b"digest01", b"attempt1", 60_000_000, 9)
+    head = pack("<8s8sQIQ", b"digest01", b"attempt1", 60_000_000, 9, 7_000_000)
     window = pack("<BBQIIIIq", 2, 0, 1, 10, 0, 60, 3, 5)
     assert argument == head + window + pack("<BBQIIIIq", 4, 4, 1, 7, 0, 60, 3, -1)
 

@@ -2,8 +2,9 @@
 --
 -- KEYS     see holds.lua
 -- ARGV[1]  digest of the check (8) · name of the attempt (8) · lifetime in µs (8) · limit of holds per bucket (4) ·
---          of each bucket, as in decide.lua: algorithm (1) · flags (1) · revision (8) · limit (4) · burst (4) ·
---          window in s (4) · cost (4) · time in µs, or -1 for the store's own clock (8, signed)
+--          longest lifetime in µs by limits of other calls, with extensions (8) · of each bucket, as in decide.lua:
+--          algorithm (1) · flags (1) · revision (8) · limit (4) · burst (4) · window in s (4) · cost (4) · time in µs,
+--          or -1 for the store's own clock (8, signed)
 --
 -- Flags: 4 its denial denies no other; it is charged if it passes itself.
 --
@@ -13,13 +14,13 @@
 --
 -- A hold that is not made reports passing buckets without the charge, and writes only newer limits.
 
-local HEAD_OF_CALL = '<c8c8I8I4'
+local HEAD_OF_CALL = '<c8c8I8I4I8'
 local CHECK = '<BBI8I4I4I4I4i8'
 local REPLY = '<BI8I4'
 local MADE, FOUND, DENIED, OF_ANOTHER_CHECK, FULL, OVER = 1, 2, 3, 4, 5, 6
 
 local text = ARGV[1]
-local digest, attempt, ttl_us, most, place = unpack(HEAD_OF_CALL, text)
+local digest, attempt, ttl_us, most, longest_us, place = unpack(HEAD_OF_CALL, text)
 local answers, corrupt = {}, 0
 
 local function reply(made, end_us)
@@ -50,7 +51,7 @@ if record then
 end
 
 local parts, tokens = {}, 0
-local is_denied, is_full, last_us = false, false, LARGEST
+local is_denied, is_full, last_us = false, false, saturated(now_us + longest_us)
 for index = 2, #KEYS, 2 do
   local part = { key = KEYS[index], holds = KEYS[index + 1] }
   local flags, window_s, at_us, allowed, remaining, reset_time, retry_after, reason
