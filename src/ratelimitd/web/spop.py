@@ -8,8 +8,12 @@ of HAProxy for the protocol.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
+import fcntl
 import ipaddress
+import sys
+import termios
 import time
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
@@ -20,7 +24,7 @@ from starlette.types import Message
 
 from ratelimitd.fair_queue import FairQueue
 from ratelimitd.web.api.forward_auth import AUTH_PATH, URI, ForwardAuth
-from ratelimitd.web.server import BACKLOG, STOP_GRACE_S, address_of, bind
+from ratelimitd.web.server import BACKLOG, STOP_GRACE_S, STOP_POLL_S, address_of, bind
 
 VERSION: Final = b"2.0"
 
@@ -292,17 +296,30 @@ class SpopServer:
         return address_of(sock)
 
     async def stop(self) -> None:
-        """Stop listening, answer what is in progress, and close every connection."""
+        """Stop listening, answer what was received, and close each connection when it waits for no answer."""
         if self._server is None:
             return
         self._server.close()
-        pending = [task for one in self.connections for task in one.pending]
-        if pending:
-            await asyncio.wait(pending, timeout=STOP_GRACE_S)
+        # In its next iteration uvloop reports the connections that it has accepted in this one.
+        await asyncio.sleep(0)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_GRACE_S):
+                while self._end_idle():  # noqa: ASYNC110 -- no event reports unread bytes
+                    await asyncio.sleep(STOP_POLL_S)
         for one in [*self.connections]:
             one.end(Status.NORMAL)
         await asyncio.sleep(0)
         self._server = None
+
+    def _end_idle(self) -> bool:
+        """End connections on which HAProxy waits for no answer; return whether it waits on others."""
+        busy = False
+        for one in [*self.connections]:
+            if one.is_busy:
+                busy = True
+            else:
+                one.end(Status.NORMAL)
+        return busy
 
 
 class SpopConnection(asyncio.Protocol):
@@ -368,7 +385,14 @@ class SpopConnection(asyncio.Protocol):
     @property
     def is_busy(self) -> bool:
         """Whether HAProxy waits for an answer: it lets the requests of a closed connection pass."""
-        return bool(self.pending or self._received or self._is_queued)
+        return bool(self.pending or self._received or self._is_queued) or self._has_unread()
+
+    def _has_unread(self) -> bool:
+        """Return whether HAProxy has sent bytes that the event loop has not read yet."""
+        if self._transport.is_closing():
+            return False
+        number = fcntl.ioctl(self._transport.get_extra_info("socket"), termios.FIONREAD, bytes(4))
+        return int.from_bytes(number, sys.byteorder) > 0
 
     def make_room(self) -> None:
         """Close to make room for another connection; at once if the peer does not read pending output."""

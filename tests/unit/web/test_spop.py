@@ -1,9 +1,11 @@
 import asyncio
 import contextlib
+import socket
 import time
 from itertools import pairwise
 
 import pytest
+import uvloop
 from starlette.responses import Response
 
 from ratelimitd import fair_queue
@@ -491,6 +493,49 @@ async def test_stop_answers_requests_in_progress(auth, connect, server):
     await stopping
     assert (await peer.frame()).kind == FrameType.ACK
     assert await peer.ended() == disconnect(Status.NORMAL)
+
+
+async def test_stop_answers_requests_that_the_event_loop_has_not_read(auth, connect, server):
+    peers = [await connect(), await connect()]
+    for peer in peers:
+        peer.send(notify())
+    assert not auth.asked
+    await server.stop()
+    for peer in peers:
+        assert (await peer.frame()).kind == FrameType.ACK
+        assert await peer.ended() == disconnect(Status.NORMAL)
+
+
+def test_stop_answers_a_request_of_a_connection_that_uvloop_has_just_accepted():
+    async def scenario():
+        server = SpopServer(Auth(), "127.0.0.1", 0, reuse_port=False)
+        host, _, port = (await server.start()).rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=5) as peer:
+            peer.sendall(frame(FrameType.HAPROXY_HELLO, pairs(HELLO)) + notify())
+            await asyncio.sleep(0)
+            await server.stop()
+            received = b""
+            while octets := await asyncio.to_thread(peer.recv, 65_536):
+                received += octets
+        assert variables({b"status": 429}) in received
+        assert received.endswith(disconnect(Status.NORMAL))
+
+    uvloop.run(scenario())  # asyncio would accept it after the stop
+
+
+async def test_stop_ends_after_the_grace_period_while_requests_wait(
+    auth, connect, server, monkeypatch
+):
+    monkeypatch.setattr(spop, "STOP_GRACE_S", 0.1)
+    auth.may_answer.clear()
+    idle, waiting = await connect(), await connect()
+    waiting.send(notify())
+    await auth.arrived.get()
+    stopping = asyncio.create_task(server.stop())
+    assert await idle.ended() == disconnect(Status.NORMAL)
+    assert not stopping.done()
+    assert await waiting.ended() == disconnect(Status.NORMAL)
+    await stopping
 
 
 async def test_address_in_use_is_a_start_up_error_that_names_the_setting(auth):
