@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import secrets
-import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +39,7 @@ from ratelimitd.errors import (
 )
 from ratelimitd.model import RESERVED_PLANS, US_PER_S, types_within
 from ratelimitd.observe.node_status import decode
+from ratelimitd.rules.last_good import BOOK_FILE, REMEDY, LastGoodBook
 from ratelimitd.settings import urls
 from ratelimitd.settings.table import Settings
 from ratelimitd.settings.urls import RedisUrl, Server, TopologyKind, parse_redis_url
@@ -401,23 +401,14 @@ async def check_database(settings: Settings) -> list[Finding]:
     from ratelimitd.rules.sql.inspection import inspect  # noqa: PLC0415
 
     url = urls.parse_database_url(settings.database_url)
-    if isinstance(url, urls.SqliteFile):
-        missing = _missing_file(url)
-        if missing is not None:
-            return [missing]
     try:
         contents = await inspect(settings.database_url)
     except StoreMisconfiguredError as error:
         return [problem(DATABASE_AREA, str(error), "fix the URL, or the permissions of its user")]
     except (StoreUnavailableError, StartupError) as error:
-        what = str(error)
-        is_own_file = isinstance(url, urls.SqliteFile) and os.access(url.path, os.W_OK)
-        if isinstance(error, SchemaOlderError) and is_own_file:
-            remedy = "back it up first; serve upgrades it at its start, and there is no downgrade"
-            return [warning(DATABASE_AREA, what, remedy)]
-        upgrade = "ratelimitd db upgrade"
-        remedy = upgrade if upgrade in what else "look at the file or server of DATABASE_URL"
-        return [problem(DATABASE_AREA, what, remedy)]
+        return [_unusable(error, url, settings)]
+    if not contents.revision and _had_rules(settings):
+        return [_lost(url)]
     what = f"{url.place}: {contents.rules} rules, revision {contents.revision}, can be written"
     remedy = "ratelimitd rules apply -f rules.yaml; until then every check is allowed"
     found = [ok(DATABASE_AREA, what) if contents.rules else warning(DATABASE_AREA, what, remedy)]
@@ -429,6 +420,36 @@ async def check_database(settings: Settings) -> list[Finding]:
         remedy = f"add {kinds} to IDENTIFIER_TYPES, or delete the rules"
         found.append(warning(DATABASE_AREA, what, remedy))
     return found
+
+
+def _unusable(error: RateLimitdError, url: urls.DatabaseUrl, settings: Settings) -> Finding:
+    what, upgrade = str(error), "ratelimitd db upgrade"
+    if upgrade not in what:
+        return problem(DATABASE_AREA, what, f"look at {url.place}")
+    is_own_file = isinstance(url, urls.SqliteFile) and (
+        not url.path.exists() or os.access(url.path, os.W_OK)
+    )
+    if isinstance(error, SchemaOlderError):
+        if is_own_file:
+            remedy = "back it up first; serve upgrades it at its start, and there is no downgrade"
+            return warning(DATABASE_AREA, what, remedy)
+    elif _had_rules(settings):
+        return _lost(url)
+    elif is_own_file:
+        return ok(DATABASE_AREA, f"{url.place} will be made")
+    return problem(DATABASE_AREA, what, upgrade)
+
+
+def _lost(url: urls.DatabaseUrl) -> Finding:
+    what = f"{url.place} is missing or empty: serve limits by {BOOK_FILE}, and refuses edits"
+    return problem(DATABASE_AREA, what, REMEDY)
+
+
+def _had_rules(settings: Settings) -> bool:
+    """Return whether the node, or one of its workers, refuses a database that was never edited."""
+    path, workers = settings.state_dir, settings.workers
+    paths = [path] if workers == 1 else [path / f"worker-{number}" for number in range(workers)]
+    return any(LastGoodBook(each).was_edited() for each in paths)
 
 
 def _assignment_findings(contents: Contents, types: Sequence[str]) -> Iterator[Finding]:
@@ -456,25 +477,3 @@ def _counted(numbers: Counter[str]) -> str:
     most = [f"{name} ({number})" for name, number in numbers.most_common(MAX_NAMED)]
     more = len(numbers) - len(most)
     return ", ".join(most) + (f" and {more} more" if more else "")
-
-
-def _missing_file(url: urls.SqliteFile) -> Finding | None:
-    """Return a finding if the file is missing, out of reach or a directory, else ``None``."""
-    directory = url.path.absolute().parent
-    try:
-        is_directory = stat.S_ISDIR(url.path.stat().st_mode)
-    except PermissionError:
-        what = f"{directory} is not accessible"
-        return problem(DATABASE_AREA, what, "give it to the node's user")
-    except OSError:
-        if not directory.is_dir():
-            what = f"there is no directory {directory}"
-            return problem(DATABASE_AREA, what, f"mkdir -p {directory}")
-        if not os.access(directory, os.W_OK | os.X_OK):
-            what = f"{url.path} cannot be made in {directory}"
-            return problem(DATABASE_AREA, what, "give it to the node's user")
-        return ok(DATABASE_AREA, f"{url.path} will be made")
-    if is_directory:
-        remedy = f"give the path of a file, such as {url.path}/ratelimitd.db"
-        return problem(DATABASE_AREA, f"{url.path} is a directory", remedy)
-    return None

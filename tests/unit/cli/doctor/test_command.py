@@ -28,8 +28,8 @@ def test_new_directory_has_no_problem_and_stays_empty(run, here):
 def test_problem_is_status_1_with_a_remedy(run, here):
     ended = run("doctor", "--database-url", "sqlite:///none/rules.db")
     assert ended.status == 1
-    assert "problem  DATABASE_URL  there is no directory" in ended.out
-    assert "→ mkdir -p " in ended.out
+    assert "problem  DATABASE_URL  the rule database cannot be opened: its directory" in ended.out
+    assert "→ look at none/rules.db" in ended.out
 
 
 def test_json_is_a_list_of_findings(run, here):

@@ -9,7 +9,10 @@ import pytest
 
 from ratelimitd.cli.doctor import stores
 from ratelimitd.cli.doctor.stores import check_database
-from ratelimitd.rules.assignments import Assignment
+from ratelimitd.rules.assignments import Assignment, Assignments
+from ratelimitd.rules.book import RuleBook
+from ratelimitd.rules.last_good import REMEDY, LastGoodBook
+from ratelimitd.rules.sql import sqlite
 from ratelimitd.rules.sql.migrations import upgrade
 from ratelimitd.rules.store import LimitDraft, PlanDraft, RuleDraft
 from ratelimitd.settings.table import Settings
@@ -18,8 +21,8 @@ from tests.rule_stores import migrated, store_at
 DRAFT = RuleDraft("/a", "user", 1, 60, "token_bucket")
 
 
-async def look(url):
-    settings = Settings.load({}, {"DATABASE_URL": url})
+async def look(url, **settings):
+    settings = Settings.load({}, {"DATABASE_URL": url, **settings})
     [finding] = await check_database(settings)
     assert finding.area == "DATABASE_URL"
     return finding
@@ -50,15 +53,45 @@ async def test_database_without_a_rule_is_reported(postgresql_url):
 async def test_missing_file_will_be_created(tmp_path, monkeypatch):
     url = f"sqlite:///{tmp_path}/rules.db"
     assert (await look(url)).what.endswith("will be made")
-    assert (await look(f"sqlite:///{tmp_path}/none/rules.db")).remedy.startswith("mkdir -p ")
-    monkeypatch.setattr(stores, "os", SimpleNamespace(**{**vars(os), "access": lambda *_: False}))
+    finding = await look(f"sqlite:///{tmp_path}/none/rules.db")
+    assert finding.what.endswith("its directory is missing")
+    assert finding.remedy == f"look at {tmp_path}/none/rules.db"
+    monkeypatch.setattr(sqlite, "os", SimpleNamespace(**{**vars(os), "access": lambda *_: False}))
     assert (await look(url)).level == "problem"
     assert not list(tmp_path.iterdir())
 
 
+async def test_file_without_tables_will_be_made(tmp_path):
+    (tmp_path / "rules.db").touch()
+    assert (await look(f"sqlite:///{tmp_path}/rules.db")).what.endswith("will be made")
+
+
+@pytest.mark.parametrize(("workers", "state_dir"), [("1", "state"), ("3", "state/worker-2")])
+@pytest.mark.parametrize("state", ["missing", "without tables", "without edits"])
+async def test_database_that_lost_its_rules_is_a_problem(tmp_path, state, workers, state_dir):
+    url = f"sqlite:///{tmp_path}/rules.db"
+    if state == "without tables":
+        (tmp_path / "rules.db").touch()
+    elif state == "without edits":
+        await upgrade(url)
+    directory = tmp_path / state_dir
+    directory.mkdir(parents=True)
+    settings = {"STATE_DIR": f"{tmp_path}/state", "WORKERS": workers}
+    assert (await look(url, **settings)).level != "problem"
+    last_good = LastGoodBook(directory)
+    last_good.offer(RuleBook.of([], 1), Assignments())
+    await last_good.close()
+    finding = await look(url, **settings)
+    assert (finding.level, finding.remedy) == ("problem", REMEDY)
+    assert "rules.db is missing or empty" in finding.what
+
+
 async def test_directory_in_place_of_the_file_is_named(tmp_path):
     finding = await look(f"sqlite:///{tmp_path}")
-    assert (finding.level, finding.what) == ("problem", f"{tmp_path} is a directory")
+    assert (finding.level, finding.what) == (
+        "problem",
+        "the rule database cannot be opened: it is a directory",
+    )
 
 
 async def test_file_out_of_reach_is_a_problem(tmp_path, monkeypatch):
@@ -68,7 +101,8 @@ async def test_file_out_of_reach_is_a_problem(tmp_path, monkeypatch):
     url = f"sqlite:///{tmp_path}/rules.db"
     monkeypatch.setattr(type(tmp_path), "stat", forbidden)
     finding = await look(url)
-    assert (finding.level, finding.what) == ("problem", f"{tmp_path} is not accessible")
+    assert (finding.level, finding.remedy) == ("problem", f"look at {tmp_path}/rules.db")
+    assert finding.what.endswith("its directory is not accessible")
 
 
 async def test_file_of_another_program_is_a_problem(tmp_path):
@@ -155,7 +189,7 @@ async def test_read_only_server_is_a_problem(postgres, postgresql_url):
 async def test_unreachable_server_is_a_problem(unused_tcp_port):
     finding = await look(f"postgresql://u@127.0.0.1:{unused_tcp_port}/d")
     assert (finding.level, "cannot be reached" in finding.what) == ("problem", True)
-    assert "server of DATABASE_URL" in finding.remedy
+    assert finding.remedy.startswith("look at 127.0.0.1:")
 
 
 async def test_rules_for_undeclared_types_are_reported(tmp_path):
