@@ -13,7 +13,7 @@ from ratelimitd.counters import CheckStats
 from ratelimitd.rpc.interface import Methods, TransportLimits
 from ratelimitd.rpc.messages import framed
 from ratelimitd.rpc.server import NativeServer
-from ratelimitd.rpc.tls import TlsFiles
+from ratelimitd.rpc.tls import CertificateSource, TlsFiles
 from tests.http2_peer import (
     END_HEADERS,
     GREETING,
@@ -51,7 +51,7 @@ class Serving:
         self._trust: ssl.SSLContext | None = None
 
     async def __aenter__(self):
-        tls = self._tls_files() if self._line == "tls" else None
+        tls = self._certificates() if self._line == "tls" else None
         unix = self._line == "unix"
         self.server = NativeServer(
             Methods(
@@ -117,7 +117,7 @@ class Serving:
         self.answered += 1
         return message * AMPLIFICATION
 
-    def _tls_files(self) -> TlsFiles:
+    def _certificates(self) -> CertificateSource:
         ca = trustme.CA()
         certificate = ca.issue_cert("127.0.0.1")
         files = TlsFiles(self._directory / "cert.pem", self._directory / "key.pem")
@@ -126,7 +126,7 @@ class Serving:
         self._trust = ssl.create_default_context()
         ca.configure_trust(self._trust)
         self._trust.set_alpn_protocols(["h2"])
-        return files
+        return CertificateSource(files, print)
 
 
 async def _wait(_message, _call):

@@ -22,6 +22,7 @@ from ratelimitd.node.serving import server_of
 from ratelimitd.observe.health import Health
 from ratelimitd.observe.metrics import MetricSample
 from ratelimitd.rpc.interface import Server
+from ratelimitd.rpc.tls import CertificateSource, TlsFiles, logged_and_counted
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.feed import RuleFeed
 from ratelimitd.rules.sql.store import SqlRuleStore
@@ -130,6 +131,7 @@ async def running_node(
     transport: str = "native",
     perf_counter_s: Callable[[], float] = time.perf_counter,
     store_options: Mapping[str, Any] | None = None,
+    tls: TlsFiles | None = None,
     **options,
 ) -> AsyncIterator[Node]:
     """A node with its database in ``directory`` and a manual clock; ``options`` go to its server."""
@@ -202,7 +204,11 @@ async def running_node(
             ReflectionService((*OUR_SERVICES, ENVOY, GRPC_HEALTH, V1, V1ALPHA)),
         )
         methods = guarded((offer.methods() for offer in offers), access, edge)
-        server: Server = server_of(transport)(methods, listen=listen, stats=stats, **options)
+        report = logged_and_counted(stats.transport_error)
+        source = tls and CertificateSource(tls, report, is_grpcio=transport == "grpcio")
+        server: Server = server_of(transport)(
+            methods, listen=listen, stats=stats, tls=source, **options
+        )
         address = await server.start()
         grpc_health.set_serving()
         try:

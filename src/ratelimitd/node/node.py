@@ -44,7 +44,7 @@ from ratelimitd.observe.metrics import Metrics, NodeParts, Runtime
 from ratelimitd.observe.rule_traffic import RuleTraffic
 from ratelimitd.retry import Background
 from ratelimitd.rpc.interface import Server
-from ratelimitd.rpc.tls import TlsFiles, expiry_of
+from ratelimitd.rpc.tls import CertificateSource, TlsFiles, logged_and_counted
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.book import RuleBook
 from ratelimitd.rules.feed import RuleFeed
@@ -309,7 +309,7 @@ class Node:
         snapshot: SnapshotLog | None = None,
     ) -> None:
         settings = self._settings
-        files = TlsFiles.of(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        tls = self._read_certificates()
         parts = NodeParts(
             stats=self.stats,
             health=self._health,
@@ -322,7 +322,7 @@ class Node:
             task_restarts=self._task_restarts,
             transport=lambda: self._server.in_progress if self._server else None,
             transport_name=settings.transport,
-            tls_expiry_s=expiry_of(files, is_grpcio=settings.transport == "grpcio"),
+            tls_expiry_s=tls.expiry_s if tls else dict,
             in_flight=holder.in_flight,
         )
         live = self._start_live(background, parts)
@@ -343,6 +343,7 @@ class Node:
             assignments=self._assignments,
             rule_traffic=self._rule_traffic,
             grpc_health=self._grpc_health,
+            tls=tls,
             tokens=self._tokens,
             admin_token=self._admin_token,
             tracer=self._tracer,
@@ -362,6 +363,12 @@ class Node:
         self._open.push_async_callback(server.stop, self._settings.calls_s)
         self.grpc_address = await server.start()
         self._server = server
+
+    def _read_certificates(self) -> CertificateSource | None:
+        settings = self._settings
+        files = TlsFiles.of(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        report = logged_and_counted(self.stats.transport_error)
+        return files and CertificateSource(files, report, is_grpcio=settings.transport == "grpcio")
 
     async def _http_may_end(self) -> None:
         if self._may_close is not None and self._draining:  # not after a failed start

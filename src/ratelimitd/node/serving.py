@@ -24,7 +24,7 @@ from ratelimitd.observe.live import Live
 from ratelimitd.observe.metrics import Metrics, NodeParts
 from ratelimitd.observe.rule_traffic import RuleTraffic
 from ratelimitd.rpc.interface import Methods, Server, TransportError, TransportLimits
-from ratelimitd.rpc.tls import TlsFiles, web_context
+from ratelimitd.rpc.tls import CertificateSource, web_context
 from ratelimitd.rules.assignments import Assignments
 from ratelimitd.rules.store import RuleStore
 from ratelimitd.services import grpc_health, reflection
@@ -97,6 +97,7 @@ class Serving:
     assignments: Assignments
     rule_traffic: RuleTraffic
     grpc_health: GrpcHealthService
+    tls: CertificateSource | None
     tokens: TokensFile | None
     admin_token: str
     tracer: OtelTracer | None
@@ -115,7 +116,7 @@ class Serving:
             # The parent listens on the address, and forwards requests that it does not answer.
             server = HttpServer.at(from_parent(app, settings.http_scheme), settings.http_socket)
         else:
-            tls = web_context(self._tls_files) if settings.http_tls else None
+            tls = web_context(self.tls.files) if settings.http_tls and self.tls else None
             server = HttpServer(app, *listen, tls=tls)
         self.opened.push_async_callback(server.stop)
         return await server.start()
@@ -136,7 +137,7 @@ class Serving:
             self._methods,
             listen=str(settings.listen),
             stats=self.parts.stats,
-            tls=self._tls_files,
+            tls=self.tls,
             limits=TransportLimits(max_concurrent_rpcs=settings.max_concurrent_rpcs),
             reuse_port=self.reuse_port,
             queue=self._queue,
@@ -149,11 +150,6 @@ class Serving:
     @cached_property
     def _edge(self) -> ErrorEdge:
         return ErrorEdge(self.parts.stats)
-
-    @cached_property
-    def _tls_files(self) -> TlsFiles | None:
-        settings = self.settings
-        return TlsFiles.of(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
     def _now_s(self) -> float:
         return self.parts.clock.now_us() / US_PER_S

@@ -33,7 +33,7 @@ from ratelimitd.rpc.interface import (
     TransportLimits,
     UnaryHandler,
 )
-from ratelimitd.rpc.tls import CERT_SETTING, KEY_SETTING, Certificates, CertificateSource, TlsFiles
+from ratelimitd.rpc.tls import CERT_SETTING, KEY_SETTING, Certificates, CertificateSource
 
 REOPEN_PAUSE_S: Final = 0.05
 LONG_GRACE_S: Final = 86_400.0
@@ -71,7 +71,7 @@ class GrpcioServer:
         *,
         listen: str,
         stats: CheckStats,
-        tls: TlsFiles | None = None,
+        tls: CertificateSource | None = None,
         limits: TransportLimits | None = None,
         reuse_port: bool = False,
         queue: FairQueue | None = None,
@@ -251,25 +251,22 @@ class GrpcioServer:
         await context.abort(_STATUS[error.code], error.message, trailers)
 
     def _credentials(self) -> grpc.ServerCredentials | None:
-        if (files := self._tls) is None:
+        if (source := self._tls) is None:
             return None
-        loop = asyncio.get_running_loop()
 
-        def report(line: str) -> None:
-            # Called from a thread of grpc: counters belong to the loop.
-            _log.error("%s", line)
-            loop.call_soon_threadsafe(self._count, TransportError.TLS_FILES)
-
-        source = CertificateSource(files, report, is_grpcio=True)
+        used = source.current()
 
         def newer() -> grpc.ServerCertificateConfiguration | None:
-            found = source.newer()
-            return None if found is None else _configuration(found)
+            nonlocal used
+            if (found := source.current()) == used:
+                return None
+            used = found
+            return _configuration(found)
 
         return grpc.dynamic_ssl_server_credentials(
-            _configuration(source.load()),
+            _configuration(used),
             newer,  # type: ignore[arg-type]  # None means "no change", which the stub does not allow
-            require_client_authentication=files.client_ca is not None,
+            require_client_authentication=source.files.client_ca is not None,
         )
 
 

@@ -8,7 +8,6 @@ for the next event-loop iteration, so that a peer that sends without pause takes
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -39,7 +38,7 @@ from ratelimitd.rpc.interface import (
 from ratelimitd.rpc.keepalive import MS_PER_S, Keepalive, Snapshot, Step
 from ratelimitd.rpc.routing import peer_of
 from ratelimitd.rpc.state import ServerState
-from ratelimitd.rpc.tls import CertificateSource, TlsContexts, TlsFiles
+from ratelimitd.rpc.tls import CertificateSource, TlsContexts
 from ratelimitd_wire.codes import ErrorCode
 
 TICK_S: Final = 0.1
@@ -64,8 +63,6 @@ MAX_CLOSE_S: Final = 60.0
 KEEPALIVE_PING: Final = b"keepaliv"
 
 _STOPPING: Final = RpcError(StatusCode.UNAVAILABLE, "the node is stopping")
-
-_log = logging.getLogger(__name__)
 
 
 class NativeConnection(asyncio.Protocol):
@@ -319,14 +316,14 @@ class NativeServer:
         *,
         listen: str,
         stats: CheckStats,
-        tls: TlsFiles | None = None,
+        tls: CertificateSource | None = None,
         limits: TransportLimits | None = None,
         reuse_port: bool = False,
         monotonic_s: Callable[[], float] | None = None,
         queue: FairQueue | None = None,
     ) -> None:
         self._listen = listen
-        self._tls = tls
+        self._tls = None if tls is None else TlsContexts(tls).listening
         self._reuse_port = reuse_port
         loop = asyncio.get_running_loop()
         self.shared = ServerState(
@@ -344,7 +341,6 @@ class NativeServer:
 
     async def start(self) -> str:
         """Bind and listen; returns the bound address. See :class:`ratelimitd.rpc.interface.Server`."""
-        context = None if self._tls is None else self._contexts(self._tls).listening
         if not self._reuse_port:
             await demand_free(self._listen)
         loop = asyncio.get_running_loop()
@@ -354,7 +350,7 @@ class NativeServer:
             self.shared.count,
             self.shared.monotonic_s,
             max_connections=room_for(self.shared.limits.max_connections),
-            tls=context,
+            tls=self._tls,
         )
         for sock in sockets:
             self._acceptor.listen(sock)
@@ -449,10 +445,3 @@ class NativeServer:
                 connection.look(now_s)
         if tick == 0 and self._acceptor is not None:
             self._acceptor.expire(now_s)
-
-    def _contexts(self, files: TlsFiles) -> TlsContexts:
-        def report(line: str) -> None:
-            _log.error("%s", line)
-            self.shared.count(TransportError.TLS_FILES)
-
-        return TlsContexts(files, CertificateSource(files, report))

@@ -5,16 +5,21 @@ Transports receive verified files only: after a broken change the old ones stay 
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
 import re
 import ssl
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Final, NamedTuple, Self
 
 from ratelimitd.errors import StartupError
+from ratelimitd.rpc.interface import TransportError
 from ratelimitd.settings.sources import Stamp, stamp_of
 
 CERT_SETTING: Final = "TLS_CERT"
@@ -86,7 +91,7 @@ class CertificateSource:
     """Reads the files of a server and detects changes.
 
     ``report`` receives one line for every unusable change, and for a kind of key beyond :data:`GRPCIO_KEYS`;
-    with ``is_grpcio`` such a key is refused. :meth:`newer` may run in any thread, but in one at a time.
+    with ``is_grpcio`` such a key is refused. :meth:`current` may run in any thread.
     """
 
     def __init__(
@@ -96,55 +101,47 @@ class CertificateSource:
         *,
         is_grpcio: bool = False,
     ) -> None:
-        self._files = files
-        self._report = report
-        self._is_grpcio = is_grpcio
-        self._stamp: tuple[Stamp, ...] = ()
-        self._current: Certificates | None = None
-
-    def load(self) -> Certificates:
-        """Read the files for the first time.
+        """Read the files.
 
         Raises:
             StartupError: they cannot be used; the message names the setting and the file.
         """
+        self.files = files
+        self._report = report
+        self._is_grpcio = is_grpcio
+        self._lock = Lock()
+        self._expiry_s = lru_cache(maxsize=1)(Certificates.expiry_s)  # 4 ms for 150 authorities
         self._stamp = self._stamp_now()
         self._current = self._read()
-        return self._current
 
-    def newer(self) -> Certificates | None:
-        """Return the certificates if they changed since they were last returned, else ``None``; never raises.
+    def current(self) -> Certificates:
+        """Return the certificates in service; reads the files again if they changed, and never raises.
 
         Called at each handshake; without a change it costs one ``stat`` per file.
         """
-        stamp = self._stamp_now()
-        if stamp == self._stamp:
-            return None
-        try:
-            found = self._read()
-        except StartupError as error:
-            self._stamp = stamp
-            self._report(f"{error}; the old certificate stays in service")
-            return None
-        if self._stamp_now() != stamp:
-            return None  # written to while it was read: the next handshake reads again
-        self._stamp = stamp
-        if found == self._current:
-            return None
-        self._current = found
-        return found
+        with self._lock:
+            if (stamp := self._stamp_now()) != self._stamp:
+                try:
+                    found = self._read()
+                except StartupError as error:
+                    self._stamp = stamp
+                    self._report(f"{error}; the old certificate stays in service")
+                else:
+                    # If they were written to while they were read, the next call reads them again.
+                    if self._stamp_now() == stamp:
+                        self._stamp, self._current = stamp, found
+            return self._current
 
-    def forget(self) -> None:
-        """Discard the last result of :meth:`newer`, which could not be used: its next call reads the files again."""
-        self._stamp = ()
-        self._current = None
+    def expiry_s(self) -> Mapping[str, float]:
+        """Return :meth:`Certificates.expiry_s` of those in service."""
+        return self._expiry_s(self.current())
 
     def _read(self) -> Certificates:
-        found = _read(self._files)
+        found = _read(self.files)
         if not _has_common_key(found.chain):
             who = "this TRANSPORT cannot use" if self._is_grpcio else "many clients do not accept"
             message = (
-                f"{CERT_SETTING}: {self._files.cert} has a kind of key that {who};"
+                f"{CERT_SETTING}: {self.files.cert} has a kind of key that {who};"
                 f" use {', '.join(GRPCIO_KEYS)}"
             )
             if self._is_grpcio:
@@ -153,7 +150,18 @@ class CertificateSource:
         return found
 
     def _stamp_now(self) -> tuple[Stamp, ...]:
-        return tuple(stamp_of(path) for path in self._files if path is not None)
+        return tuple(stamp_of(path) for path in self.files if path is not None)
+
+
+def logged_and_counted(count: Callable[[TransportError], None]) -> Callable[[str], None]:
+    """Return the ``report`` of a :class:`CertificateSource` whose handshakes may be in a thread of grpc."""
+    loop = asyncio.get_running_loop()
+
+    def report(line: str) -> None:
+        _log.error("%s", line)
+        loop.call_soon_threadsafe(count, TransportError.TLS_FILES)
+
+    return report
 
 
 def _read(files: TlsFiles) -> Certificates:
@@ -252,29 +260,6 @@ def _time(short: bytes | None, full: bytes | None) -> datetime:
     return datetime.strptime(text, "%Y%m%d%H%M%S").replace(tzinfo=UTC)
 
 
-def expiry_of(
-    files: TlsFiles | None, *, is_grpcio: bool = False
-) -> Callable[[], Mapping[str, float]]:
-    """Return a function that reads :meth:`Certificates.expiry_s` of the next handshake; empty without files.
-
-    Raises:
-        StartupError: the files cannot be used; the message names the setting and the file.
-    """
-    if files is None:
-        return dict
-    # A source apart from the transport's, which reports unusable changes.
-    source = CertificateSource(files, lambda _line: None, is_grpcio=is_grpcio)
-    expiry_s = source.load().expiry_s()
-
-    def current() -> Mapping[str, float]:
-        nonlocal expiry_s
-        if (newer := source.newer()) is not None:
-            expiry_s = newer.expiry_s()
-        return expiry_s
-
-    return current
-
-
 HTTP2: Final = "h2"
 HTTP1: Final = "http/1.1"
 
@@ -285,29 +270,23 @@ class TlsContexts:
     ``protocol`` is offered by ALPN (RFC 7301).
     """
 
-    def __init__(self, files: TlsFiles, source: CertificateSource, protocol: str = HTTP2) -> None:
-        """Load the files.
-
-        Raises:
-            StartupError: they cannot be used; the message names the setting and the file.
-        """
-        self._files = files
+    def __init__(self, source: CertificateSource, protocol: str = HTTP2) -> None:
         self._source = source
         self._protocol = protocol
-        source.load()
-        self._current = _context(files, protocol)
-        self.listening = _context(files, protocol)
+        self._used = source.current()
+        self._current = _context(source.files, protocol)
+        self.listening = _context(source.files, protocol)
         # Called for every ClientHello, even without a server name.
         self.listening.sni_callback = self._choose
 
     def _choose(
         self, handshake: ssl.SSLObject, _name: str | None, _listening: ssl.SSLContext
     ) -> None:
-        if self._source.newer() is not None:
-            try:
-                self._current = _context(self._files, self._protocol)
-            except OSError:  # changed again since it was verified: the next handshake reads again
-                self._source.forget()
+        if (found := self._source.current()) != self._used:
+            # Files that changed again since they were verified are read at the next handshake.
+            with suppress(OSError):
+                self._current = _context(self._source.files, self._protocol)
+                self._used = found
         handshake.context = self._current
 
 
@@ -321,7 +300,7 @@ def web_context(files: TlsFiles | None) -> ssl.SSLContext | None:
         return None
     files = files._replace(client_ca=None)
     source = CertificateSource(files, lambda line: _log.error("HTTP_TLS: %s", line))
-    return TlsContexts(files, source, HTTP1).listening
+    return TlsContexts(source, HTTP1).listening
 
 
 def _context(files: TlsFiles, protocol: str) -> ssl.SSLContext:

@@ -124,12 +124,12 @@ def test_the_kinds_of_keys_that_are_refused_are_those_that_grpc_refuses(kind, tm
     files.cert.write_bytes(certificate.cert)
     files.key.write_bytes(certificate.key)
     assert accepts(certificate) is (kind in GRPCIO_KEYS)
-    source = CertificateSource(files, pytest.fail, is_grpcio=True)
     if kind in GRPCIO_KEYS:
-        assert source.load().chain == certificate.cert
+        source = CertificateSource(files, pytest.fail, is_grpcio=True)
+        assert source.current().chain == certificate.cert
     else:
         with pytest.raises(StartupError, match=r"^TLS_CERT: .* has a kind of key that this"):
-            source.load()
+            CertificateSource(files, pytest.fail, is_grpcio=True)
 
 
 async def test_an_error_of_a_port_with_tls_names_its_certificate_too(monkeypatch, tmp_path):
@@ -142,7 +142,8 @@ async def test_an_error_of_a_port_with_tls_names_its_certificate_too(monkeypatch
         return None
 
     monkeypatch.setattr(grpcio_server, "demand_free", free)
-    server = GrpcioServer(Methods(), listen="192.0.2.1:9090", stats=CheckStats(), tls=files)
+    source = CertificateSource(files, pytest.fail, is_grpcio=True)
+    server = GrpcioServer(Methods(), listen="192.0.2.1:9090", stats=CheckStats(), tls=source)
     with pytest.raises(StartupError, match=r"^LISTEN, TLS_CERT or TLS_KEY: cannot listen on 192"):
         await server.start()
 

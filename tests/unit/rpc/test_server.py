@@ -13,7 +13,7 @@ from ratelimitd.rpc import server as native_server
 from ratelimitd.rpc.interface import Methods, TransportLimits
 from ratelimitd.rpc.messages import framed
 from ratelimitd.rpc.server import LINGER_S, NativeConnection, NativeServer
-from ratelimitd.rpc.tls import TlsFiles
+from ratelimitd.rpc.tls import CertificateSource, TlsFiles, logged_and_counted
 from tests.http2_peer import (
     DATA,
     END_STREAM,
@@ -247,7 +247,8 @@ async def test_an_unusable_certificate_is_logged_and_counted(tmp_path, caplog):
     certificate.private_key_pem.write_to_path(files.key)
     certificate.cert_chain_pems[0].write_to_path(files.cert)
     stats = CheckStats()
-    server = NativeServer(Methods(), listen="127.0.0.1:0", stats=stats, tls=files)
+    source = CertificateSource(files, logged_and_counted(stats.transport_error))
+    server = NativeServer(Methods(), listen="127.0.0.1:0", stats=stats, tls=source)
     address = await server.start()
     files.cert.write_text("no certificate")
     port = int(address.rpartition(":")[2])

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from ratelimitd.errors import StartupError
 from ratelimitd.rpc import tls
-from ratelimitd.rpc.tls import CertificateSource, TlsFiles, expiry_of
+from ratelimitd.rpc.tls import CertificateSource, TlsFiles
 from tests.certificates import self_signed
 
 
@@ -46,9 +46,7 @@ def lines():
 
 @pytest.fixture
 def source(files, lines):
-    found = CertificateSource(files, lines.append)
-    found.load()
-    return found
+    return CertificateSource(files, lines.append)
 
 
 def put(files, certificate):
@@ -62,11 +60,13 @@ def put(files, certificate):
 
 
 def test_files_are_loaded_whole(files, first, ca):
-    found = CertificateSource(files, pytest.fail).load()
+    found = CertificateSource(files, pytest.fail).current()
     assert found.chain == first.cert_chain_pems[0].bytes()
     assert found.key == first.private_key_pem.bytes()
     assert found.client_ca == ca.cert_pem.bytes()
-    assert CertificateSource(files._replace(client_ca=None), pytest.fail).load().client_ca is None
+    assert (
+        CertificateSource(files._replace(client_ca=None), pytest.fail).current().client_ca is None
+    )
 
 
 def encrypted(certificate):
@@ -86,14 +86,14 @@ def encrypted(certificate):
 def test_an_unusable_file_is_named_by_its_setting(files, name, content, problem):
     getattr(files, name).write_bytes(content)
     with pytest.raises(StartupError, match=problem):
-        CertificateSource(files, pytest.fail).load()
+        CertificateSource(files, pytest.fail)
 
 
 @pytest.mark.parametrize("name", ["cert", "key", "client_ca"])
 def test_a_missing_file_is_named_by_its_setting(files, name):
     getattr(files, name).unlink()
     with pytest.raises(StartupError, match=f"TLS_{name.upper()}: cannot read .*: No such file"):
-        CertificateSource(files, pytest.fail).load()
+        CertificateSource(files, pytest.fail)
 
 
 def test_a_key_of_another_certificate_and_an_encrypted_key_have_different_errors(
@@ -101,10 +101,10 @@ def test_a_key_of_another_certificate_and_an_encrypted_key_have_different_errors
 ):
     files.key.write_bytes(second.private_key_pem.bytes())
     with pytest.raises(StartupError, match=r"TLS_KEY: .* is not the key of the certificate"):
-        CertificateSource(files, pytest.fail).load()
+        CertificateSource(files, pytest.fail)
     files.key.write_bytes(encrypted(first))
     with pytest.raises(StartupError, match=r"TLS_KEY: .* no unencrypted"):
-        CertificateSource(files, pytest.fail).load()
+        CertificateSource(files, pytest.fail)
 
 
 @pytest.mark.parametrize("kinds", [("RSA", "P-256"), ("P-256", "RSA"), ("Ed25519", "P-256")])
@@ -113,7 +113,7 @@ def test_a_key_of_another_kind_is_not_that_of_the_certificate(files, kinds):
     files.cert.write_bytes(cert.cert)
     files.key.write_bytes(key.key)
     with pytest.raises(StartupError, match=r"^TLS_KEY: .*key is not the key of the certificate"):
-        CertificateSource(files, pytest.fail).load()
+        CertificateSource(files, pytest.fail)
 
 
 def test_a_certificate_that_is_too_weak_for_openssl_is_named_with_the_reason(files):
@@ -121,7 +121,7 @@ def test_a_certificate_that_is_too_weak_for_openssl_is_named_with_the_reason(fil
     files.cert.write_bytes(weak.cert)
     files.key.write_bytes(weak.key)
     with pytest.raises(StartupError, match=r"^TLS_CERT: .*cert is too weak .*: ee key too small$"):
-        CertificateSource(files, pytest.fail).load()
+        CertificateSource(files, pytest.fail)
 
 
 @pytest.mark.parametrize("kind", ["P-224", "secp256k1", "Ed448"])
@@ -129,47 +129,47 @@ def test_a_key_that_many_clients_do_not_accept_is_reported(files, source, lines,
     unusual = self_signed(kind)
     files.cert.write_bytes(unusual.cert)
     files.key.write_bytes(unusual.key)
-    newer = source.newer()
-    assert newer is not None
-    assert newer.chain == unusual.cert
+    assert source.current().chain == unusual.cert
     [line] = lines
     assert line.startswith(f"TLS_CERT: {files.cert} has a kind of key that many clients do not")
 
 
 def test_a_comment_in_any_language_is_accepted(files, first):
     files.cert.write_bytes("# Zertifikat für …\n".encode() + first.cert_chain_pems[0].bytes())
-    assert CertificateSource(files, pytest.fail).load()
+    assert CertificateSource(files, pytest.fail).current()
 
 
-def test_nothing_is_newer_until_the_files_change(source, files, second, lines):
-    assert source.newer() is None
+def test_certificates_change_with_the_files_and_only_then(source, files, second, lines):
+    before = source.current()
+    assert source.current() is before
     put(files, second)
-    newer = source.newer()
-    assert newer is not None
-    assert newer.chain == second.cert_chain_pems[0].bytes()
-    assert source.newer() is None
+    after = source.current()
+    assert after.chain == second.cert_chain_pems[0].bytes()
+    assert source.current() is after
     assert lines == []
 
 
-def test_files_rewritten_without_a_change_are_not_newer(source, files, first, lines):
+def test_files_rewritten_without_a_change_are_equal(source, files, first, lines):
+    before = source.current()
     put(files, first)
-    assert source.newer() is None
+    assert source.current() == before
     assert lines == []
 
 
 def test_broken_files_are_reported_once_per_change_and_read_again_when_repaired(
     source, files, second, lines
 ):
+    before = source.current()
     files.key.unlink()
-    assert [source.newer() for _ in range(3)] == [None] * 3
+    assert [source.current() for _ in range(3)] == [before] * 3
     assert len(lines) == 1
     assert lines[0].endswith("the old certificate stays in service")
     put(files, second)
-    assert source.newer() is not None
+    assert source.current() != before
 
 
 def test_files_that_change_while_they_are_read_are_read_again(source, files, second, monkeypatch):
-    read = tls._read
+    read, before = tls._read, source.current()
 
     def read_and_change(*given):
         found = read(*given)
@@ -178,20 +178,16 @@ def test_files_that_change_while_they_are_read_are_read_again(source, files, sec
 
     put(files, second)
     monkeypatch.setattr(tls, "_read", read_and_change)
-    assert source.newer() is None
+    assert source.current() is before
     monkeypatch.setattr(tls, "_read", read)
-    assert source.newer() is not None
-
-
-def test_files_are_newer_again_after_forget(source, files, second):
-    put(files, second)
-    assert source.newer() is not None
-    assert source.newer() is None
-    source.forget()
-    assert source.newer() is not None
+    assert source.current() != before
 
 
 IN_2040, IN_2050, IN_2060 = (datetime(year, 1, 1, tzinfo=UTC) for year in (2040, 2050, 2060))
+
+
+def expiry_s(files):
+    return CertificateSource(files, pytest.fail).expiry_s()
 
 
 def test_the_expiry_of_a_file_is_that_of_its_first_certificate_to_expire(files, ca):
@@ -204,33 +200,29 @@ def test_the_expiry_of_a_file_is_that_of_its_first_certificate_to_expire(files, 
     authorities = [ca.issue_cert("ca.example", not_after=end) for end in (IN_2050, IN_2060)]
     files.client_ca.write_bytes(b"".join(one.cert_chain_pems[0].bytes() for one in authorities))
     ends_s = {"TLS_CERT": IN_2040.timestamp(), "TLS_CLIENT_CA": IN_2050.timestamp()}
-    assert expiry_of(files)() == ends_s
-    assert expiry_of(files._replace(client_ca=None))() == {"TLS_CERT": IN_2040.timestamp()}
-
-
-def test_without_tls_nothing_expires():
-    assert expiry_of(None)() == {}
+    assert expiry_s(files) == ends_s
+    assert expiry_s(files._replace(client_ca=None)) == {"TLS_CERT": IN_2040.timestamp()}
 
 
 def test_a_date_that_cannot_be_read_is_left_out(files, monkeypatch):
     monkeypatch.setattr(tls, "_VALIDITY", re.compile(b"(?!)"))
-    assert expiry_of(files)() == {}
+    assert expiry_s(files) == {}
 
 
 def test_the_expiry_changes_with_the_files_without_a_handshake(files, ca):
     put(files, ca.issue_cert("first.example", not_after=IN_2040))
-    current = expiry_of(files)
+    source = CertificateSource(files, lambda _line: None)
     put(files, ca.issue_cert("first.example", not_after=IN_2050))
-    assert current()["TLS_CERT"] == IN_2050.timestamp()
+    assert source.expiry_s()["TLS_CERT"] == IN_2050.timestamp()
     files.key.unlink()
     files.cert.write_bytes(ca.issue_cert("x", not_after=IN_2060).cert_chain_pems[0].bytes())
-    assert current()["TLS_CERT"] == IN_2050.timestamp(), "the old one stays in service"
+    assert source.expiry_s()["TLS_CERT"] == IN_2050.timestamp(), "the old one stays in service"
 
 
 def test_a_certificate_that_the_transport_refuses_leaves_the_expiry(files, ca):
     put(files, ca.issue_cert("first.example", not_after=IN_2040))
-    current = expiry_of(files, is_grpcio=True)
+    source = CertificateSource(files, lambda _line: None, is_grpcio=True)
     refused = self_signed("secp256k1")
     files.cert.write_bytes(refused.cert)
     files.key.write_bytes(refused.key)
-    assert current()["TLS_CERT"] == IN_2040.timestamp()
+    assert source.expiry_s()["TLS_CERT"] == IN_2040.timestamp()

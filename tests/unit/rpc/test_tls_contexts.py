@@ -42,7 +42,7 @@ def chosen(contexts):
 
 def contexts_of(files, reported=None):
     report = [] if reported is None else reported
-    return TlsContexts(files, CertificateSource(files, report.append))
+    return TlsContexts(CertificateSource(files, report.append))
 
 
 def test_a_client_ca_requires_client_certificates(files):
@@ -78,13 +78,14 @@ def test_broken_files_keep_the_current_context(files):
 
 def test_files_that_change_again_while_they_are_read_are_read_again(files, ca):
     source = CertificateSource(files, lambda _line: None)
-    contexts = TlsContexts(files, source)
+    contexts = TlsContexts(source)
     first = chosen(contexts)
     write(files, ca)
-    judged, source.newer = source.newer, lambda: (judged(), files.key.unlink())
+    key, changed = files.key.read_bytes(), source.current()
+    files.key.unlink()
+    source.current = lambda: changed
     assert chosen(contexts) is first
-    source.newer = judged
-    write(files, ca)
+    files.key.write_bytes(key)
     assert chosen(contexts) is not first
 
 

@@ -87,7 +87,7 @@ def check_tls(settings: Settings, now: datetime) -> Iterator[Finding]:
     try:
         certificates = CertificateSource(
             files, reported.append, is_grpcio=settings.transport == "grpcio"
-        ).load()
+        ).current()
     except StartupError as error:
         setting, _, what = str(error).partition(": ")
         remedy = "replace the file; a running node keeps the old certificate, and loads the new one"
