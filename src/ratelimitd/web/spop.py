@@ -15,6 +15,7 @@ import ipaddress
 import sys
 import termios
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
@@ -41,6 +42,8 @@ MAX_CONNECTIONS: Final = 500
 """A further one closes the connection that has been silent for the longest time."""
 CLOSING_GRACE_S: Final = 5.0
 """Time for a peer to read the last output before its connection is closed."""
+STOP_SPREAD_S: Final = 0.2
+"""Time over which a stop ends connections. HAProxy sends on one until it has read its end, after those of others."""
 MAX_ARGUMENTS: Final = 64
 """Arguments per frame: each takes 1 µs."""
 FRAMES_PER_ITERATION: Final = 16
@@ -302,24 +305,21 @@ class SpopServer:
         self._server.close()
         # In its next iteration uvloop reports the connections that it has accepted in this one.
         await asyncio.sleep(0)
+        left = deque(self.connections)
+        pause_s = min(STOP_POLL_S, STOP_SPREAD_S / max(1, len(left)))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_GRACE_S):
-                while self._end_idle():  # noqa: ASYNC110 -- no event reports unread bytes
-                    await asyncio.sleep(STOP_POLL_S)
-        for one in [*self.connections]:
+                while left:
+                    one = left.popleft()
+                    if one in self.connections and one.is_busy:
+                        left.append(one)
+                    else:
+                        one.end(Status.NORMAL)
+                    await asyncio.sleep(pause_s)
+        for one in left:
             one.end(Status.NORMAL)
         await asyncio.sleep(0)
         self._server = None
-
-    def _end_idle(self) -> bool:
-        """End connections on which HAProxy waits for no answer; return whether it waits on others."""
-        busy = False
-        for one in [*self.connections]:
-            if one.is_busy:
-                busy = True
-            else:
-                one.end(Status.NORMAL)
-        return busy
 
 
 class SpopConnection(asyncio.Protocol):

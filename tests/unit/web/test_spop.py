@@ -523,6 +523,18 @@ def test_stop_answers_a_request_of_a_connection_that_uvloop_has_just_accepted():
     uvloop.run(scenario())  # asyncio would accept it after the stop
 
 
+async def test_stop_ends_connections_one_after_the_other(auth, connect, server, monkeypatch):
+    monkeypatch.setattr(spop, "STOP_POLL_S", 0.3)
+    monkeypatch.setattr(spop, "STOP_SPREAD_S", 0.9)
+    first, _, last = [await connect() for _ in range(3)]
+    stopping = asyncio.create_task(server.stop())
+    assert await first.ended() == disconnect(Status.NORMAL)
+    last.send(notify())
+    assert (await last.frame()).kind == FrameType.ACK
+    assert await last.ended() == disconnect(Status.NORMAL)
+    await stopping
+
+
 async def test_stop_ends_after_the_grace_period_while_requests_wait(
     auth, connect, server, monkeypatch
 ):
