@@ -78,9 +78,9 @@ class Parent(supervisor.Overseer):
         """Report it, for the other workers and for later ones, which may not see the entry of TOKENS_FILE."""
         self._send("guarded")
 
-    def ready(self, node: Node) -> None:
+    def ready(self, _node: Node) -> None:
         """Report that the node answers calls."""
-        self._send("ready", node.grpc_address)
+        self._send("ready")
 
     def failed(self, line: str) -> int:
         """Report why the process ends; the parent prints it, once for all workers."""
@@ -97,9 +97,9 @@ class Parent(supervisor.Overseer):
         """Exit at once: a signal after the end of the event loop would kill the process."""
         process.leave(EXIT_OK)
 
-    def _send(self, kind: str, *values: object) -> None:
+    def _send(self, kind: str) -> None:
         assert self._writer is not None  # noqa: S101 -- it attends to the node by now
-        self._writer.write(protocol.message(kind, *values))
+        self._writer.write(protocol.message(kind))
 
     async def _answer(
         self,

@@ -148,7 +148,7 @@ async def test_checks_that_one_worker_closed_are_closed_by_all_and_by_their_repl
         commands = [questions.readline()]
         if b"n/0" in settings and commands == [b"listen\\n"]:
             say("guarded")
-        say("ready", "127.0.0.1:1")
+        say("ready")
         while b"guard\\n" not in commands or b"listen\\n" not in commands:
             commands.append(questions.readline())
         with open({str(received)!r}, "ab") as file:
