@@ -175,7 +175,9 @@ class TraceRecorder:
 
     async def drain(self) -> None:
         """Write the remaining checks, and end the file. The task of :meth:`run` must have ended."""
-        await self._in_thread(_nothing)  # waits for a write that continues after its cancellation
+        await self._in_thread(
+            lambda: None
+        )  # waits for a write that continues after its cancellation
         await self.step()
         await self._end_file()
         self._thread.shutdown()
@@ -352,10 +354,6 @@ def _is_written(path: Path, size: int, *, is_recent: bool) -> bool:
             return is_held(file.fileno())
         except OSError:  # without locks, its age tells
             return is_recent
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def _trace_of(directory: Path) -> bytes:

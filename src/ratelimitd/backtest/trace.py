@@ -136,7 +136,7 @@ class TraceReader:
         self._offset = 0
         self.end: End | None = None
         """``None`` until all blocks have been read."""
-        head = self._read(HEADER_BYTES)
+        head = self._file.read(HEADER_BYTES)
         found = _MAGIC_OF_ANY.match(head)
         if found is None:
             self._refuse("is not a trace" if head else "is empty")
@@ -165,18 +165,18 @@ class TraceReader:
             self._refuse_malformed()
         self.end = end
         self._offset += size
-        if self._read(1):
+        if self._file.read(1):
             self._refuse(f"has data after its end, at byte {self._offset}")
 
     def _next(self) -> tuple[bytes, bytes, int]:
         """Return the kind and payload of the next block, and its size."""
-        head = self._read(_TITLE.size + _CHECKSUM.size)
+        head = self._file.read(_TITLE.size + _CHECKSUM.size)
         if len(head) < _TITLE.size + _CHECKSUM.size:
             self._refuse_cut()
         kind, length = _TITLE.unpack_from(head)
         if kind not in {CHECKS, END} or length > MAX_PAYLOAD_BYTES:
             self._refuse_altered()
-        payload = self._read(length)
+        payload = self._file.read(length)
         if len(payload) < length:
             self._refuse_cut()
         if head[_TITLE.size :] != _checksum(head[: _TITLE.size], payload):
@@ -188,9 +188,6 @@ class TraceReader:
             return _decode(payload)
         except (ValueError, TypeError, RecursionError, error):
             self._refuse_malformed()
-
-    def _read(self, size: int) -> bytes:
-        return self._file.read(size)
 
     def _refuse_cut(self) -> NoReturn:
         self._refuse(
