@@ -55,13 +55,11 @@ class Trace:
 
     def __init__(self, *paths: Path) -> None:
         self.checks = self.lost = self.holds = 0
-        self.kinds: list[Kind] = []
-        self.counts: list[int] = []
-        """Checks of each kind."""
+        self.counts: Counter[Kind] = Counter()
+        """Checks of each kind, in the order of their numbers."""
         self.share = 1.0
         """The smallest recorded share of identities of all files."""
         self.first_us, self.last_us = 1 << 62, 0
-        self._numbers: dict[Kind, int] = {}
         self._writers: dict[bytes, list[tuple[int, Path, BinaryIO]]] = {}
         """Writer → (start in µs since the Unix epoch, path, the open or closed file) of its files."""
         self._closing = ExitStack()
@@ -85,6 +83,8 @@ class Trace:
         if not self.checks:
             message = f"{paths[0]} has no complete trace file; a node completes one every 5 minutes and when it stops"
             raise TraceInvalidError(message)
+        self.kinds = [*self.counts]
+        self._numbers = {kind: number for number, kind in enumerate(self.kinds)}
 
     @property
     def identities(self) -> int:
@@ -134,21 +134,13 @@ class Trace:
             self._identities.update(block.identities)
             counts = Counter(block.numbers)
             for number, kind in enumerate(block.kinds):
-                self._count(kind, counts[number])
+                self.counts[kind] += counts[number]
         self._writers.setdefault(reader.writer, []).append((begun_us, path, file))
         end: End = reader.end  # type: ignore[assignment]  # all blocks have been read
         self.holds += end.holds
         self.share = min(self.share, end.share)
         if len(self._inodes) > MAX_OPEN:
             file.close()
-
-    def _count(self, kind: Kind, checks: int) -> None:
-        number = self._numbers.get(kind)
-        if number is None:
-            number = self._numbers[kind] = len(self.kinds)
-            self.kinds.append(kind)
-            self.counts.append(0)
-        self.counts[number] += checks
 
     def _checks(self, path: Path, file: BinaryIO) -> Iterator[Recorded]:
         numbers = self._numbers

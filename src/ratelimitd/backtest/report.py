@@ -281,10 +281,9 @@ class _Backtest:
         for of_kind in self._kinds:
             for identity, (since_us, last_us) in of_kind.since.items():
                 self._note_pause(identity, last_us - since_us)
-        kinds = zip(trace.kinds, trace.counts, strict=True)
         denied = {key: one for key, one in self._identities.items() if one.denied}
         return Report(
-            checks=sum(count for kind, count in kinds if not kind.peek),
+            checks=sum(count for kind, count in trace.counts.items() if not kind.peek),
             denied_before=sum(one.before for one in self._kinds),
             denied=sum(one.denied for one in self._kinds),
             newly_denied=self._newly_denied,
@@ -326,9 +325,7 @@ class _Backtest:
 
     def _endpoints(self) -> list[OfEndpoint]:
         found: dict[tuple[str, str], OfEndpoint] = {}
-        for kind, count, of_kind in zip(
-            self._trace.kinds, self._trace.counts, self._kinds, strict=True
-        ):
+        for (kind, count), of_kind in zip(self._trace.counts.items(), self._kinds, strict=True):
             if kind.peek:
                 continue
             key = kind.endpoint, ", ".join(kind.types)
