@@ -12,10 +12,7 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
-from operator import methodcaller
 from typing import Any, Final, Protocol
-
-from google.protobuf.message import Message
 
 from ratelimitd.errors import FieldViolation, RuleInvalidError, RuleNotFoundError
 from ratelimitd.model import IdentifierType
@@ -50,9 +47,6 @@ SEAL_BYTES: Final = 16
 # A separator: no endpoint or identifier type contains a control character.
 _PART: Final = "\x00"
 
-
-_serialised: Final[Callable[[Message], bytes]] = methodcaller("SerializeToString")
-"""Returns a part of an answer: protobuf reads parts that follow each other as one message."""
 
 Place = tuple[str, str]
 """Endpoint and identifier type of a rule; as a filter, an empty text matches all."""
@@ -200,13 +194,17 @@ class ConfigService:
         # One more than requested shows whether there is a next page.
         rules = await self._store.page(*query, after, size + 1)
         page = rules[:size]
-        shown = (rule for rule in page if not message.unused or self._is_unused(rule.id))
-        parts = (ListRateLimitsResponse(rate_limits=[rate_limit_of(rule)]) for rule in shown)
-        answer = [part async for part in _paced(map(_serialised, parts))]
+        parts = (
+            ListRateLimitsResponse(rate_limits=[rate_limit_of(rule)]).SerializeToString()
+            for rule in page
+            if not message.unused or self._is_unused(rule.id)
+        )
+        answer = [part async for part in _paced(parts)]
         if len(rules) > size or sum(map(limit_count, rules)) >= MAX_PAGE_LIMITS:
             position = page[-1].endpoint, page[-1].identifier_type
             end = page_token(position, query, await self.page_key())
-            answer.append(_serialised(ListRateLimitsResponse(next_page_token=end)))
+            answer.append(ListRateLimitsResponse(next_page_token=end).SerializeToString())
+        # The concatenation of messages is one message with the repeated fields of all of them.
         return b"".join(answer)
 
     async def get_rate_limit(self, data: bytes, _call: Call) -> bytes:
@@ -295,14 +293,14 @@ async def _applied_answer(applied: Applied, *, dry_run: bool) -> bytes:
     )
     changes = bytearray()
     parts = (
-        ApplyRateLimitsResponse(changes=[change_of(change, dry_run=dry_run)])
+        ApplyRateLimitsResponse(changes=[change_of(change, dry_run=dry_run)]).SerializeToString()
         for change in applied.changes[:MAX_CHANGES]
     )
-    async for part in _paced(map(_serialised, parts)):
+    async for part in _paced(parts):
         if len(changes) + len(part) > MAX_CHANGES_BYTES:
             break
         changes += part
-    return _serialised(numbers) + changes
+    return numbers.SerializeToString() + changes
 
 
 def _place_of(message: Any, types: Collection[str]) -> Place:
