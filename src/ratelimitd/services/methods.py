@@ -196,9 +196,6 @@ def _guarded_stream(
 _CHECK: Final = f"{rate_limiter.SERVICE}/CheckRateLimit"
 _BATCH: Final = f"{rate_limiter.SERVICE}/CheckRateLimitBatch"
 _HOLD: Final = f"{holds.SERVICE}/Hold"
-_CHECKS: Final = frozenset(
-    {_CHECK, _BATCH, _HOLD, f"{holds.SERVICE}/Settle", f"{holds.SERVICE}/Extend"}
-)
 
 _UNTRACED: Final = frozenset(
     {
@@ -221,7 +218,7 @@ def _traced(path: str, handler: UnaryHandler, tracer: Tracer) -> UnaryHandler:
     name = path[1:] if path.startswith(f"/{PACKAGE}") else PACKAGE + path[1:]
     if name.rpartition("/")[0] not in OUR_SERVICES or name in _UNTRACED:
         return handler
-    only_sampled = name in _CHECKS
+    only_sampled = ROLES[f"/{name}"] is Role.CHECK
 
     def answer(data: bytes, call: Call) -> bytes | Awaitable[bytes]:
         parent = call.metadata(TRACEPARENT)
