@@ -172,15 +172,15 @@ def explanation_of(check: Check, explained: Explained) -> ratelimiter_pb2.Explan
         answer=answer_of(explained.decision),
         rules=[
             ratelimiter_pb2.RuleExplanation(
-                rule_id=rule.id,
-                endpoint=rule.endpoint,
-                identifier_type=rule.identifier_type,
-                match=match,  # type: ignore[arg-type]  # as with reason
-                limits=map(status_of, limits),
-                remedy=_remedy(check, ConsideredRule(rule, match, limits, plan)),
-                plan=plan,
+                rule_id=one.rule.id,
+                endpoint=one.rule.endpoint,
+                identifier_type=one.rule.identifier_type,
+                match=one.match,  # type: ignore[arg-type]  # as with reason
+                limits=map(status_of, one.limits),
+                remedy=_remedy(check, one),
+                plan=one.plan,
             )
-            for rule, match, limits, plan in ordered[:MAX_EXPLAINED]
+            for one in ordered[:MAX_EXPLAINED]
         ],
         plans=[
             ratelimiter_pb2.AssignedPlan(
