@@ -147,7 +147,7 @@ def decode(octets: bytes) -> NodeStatus:
             raise _NoStatusError
         return NodeStatus(
             **{name: read(fields[name]) for name, read in _FIELDS.items()},
-            sample=_sample(fields["sample"]),
+            sample=_row(fields["sample"], Sample, *_SAMPLE.values()),
             endpoints=_rows(fields["endpoints"], DeniedEndpoint, _text, _number),
             identifiers=_rows(
                 fields["identifiers"], DeniedIdentifier, _text, _text, _text, _number
@@ -199,21 +199,18 @@ def _rounded(sample: Sample) -> list[Any]:
     return [round(one, 4) if isinstance(one, float) else one for one in sample]
 
 
-def _sample(value: Any) -> Sample:
-    parts = dict(zip(Sample._fields, _list(value, len(_SAMPLE), exactly=True), strict=True))
-    return Sample(**{name: _SAMPLE[name](part) for name, part in parts.items()})
-
-
 def _counts(value: Any) -> tuple[int, ...]:
     return tuple(map(_count, _list(value, len(LATENCY_BOUNDS_S) + 1, exactly=True)))
 
 
 def _rows(value: Any, kind: Callable[..., Row], *readers: Callable[[Any], Any]) -> list[Row]:
-    """Return the entries of a list, each with one value per reader."""
-    return [
-        kind(*(read(part) for read, part in zip(readers, parts, strict=True)))
-        for parts in (_list(one, len(readers), exactly=True) for one in _list(value, TOP))
-    ]
+    return [_row(one, kind, *readers) for one in _list(value, TOP)]
+
+
+def _row(value: Any, kind: Callable[..., Row], *readers: Callable[[Any], Any]) -> Row:
+    """Return the values of a list as fields, each parsed by its reader."""
+    parts = _list(value, len(readers), exactly=True)
+    return kind(*(read(part) for read, part in zip(readers, parts, strict=True)))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
