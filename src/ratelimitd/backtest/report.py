@@ -210,6 +210,7 @@ class _Backtest:
                 continue
             if not peeks[number]:
                 self._count(check, judged)
+        self._try_again(self._trace.last_us)
 
     def _count(self, check: Recorded, judged: Judged) -> None:
         at_us, identity, _, number, was_allowed, _ = check

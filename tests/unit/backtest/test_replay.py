@@ -230,6 +230,16 @@ async def test_retries_are_bounded(record):
     assert (report.denied, report.retried, report.allowed_later) == (1, 3, 0)
 
 
+async def test_retries_after_the_last_check_are_replayed(record):
+    """With callers' time the last check may not have the latest time."""
+    at = record(rule(1))
+    now_s = at.clock.now_us() // 1_000_000
+    for identifier, after_s in ((b"b", 2), (b"a", 1), (b"a", 1)):
+        at.limiter.check(Check(identifier, "user", "/orders", timestamp=now_s + after_s))
+    report = backtest(await at.trace(), [rule(1)], Retries.IMMEDIATE)
+    assert (report.denied, report.retried, report.allowed_later) == (1, 3, 0)
+
+
 async def test_a_calendar_limit_has_no_sparing_limit(record):
     trace = await traced(record, (b"a", 1), (b"a", 1))
     day = rule(1, window_seconds=86_400, calendar=Calendar(Period.DAY, "UTC"))
