@@ -250,9 +250,10 @@ class _Backtest:
     def _end_pause(self, of_kind: _OfKind, identity: bytes, until_us: int) -> None:
         since = of_kind.since.pop(identity, None)
         if since is not None:
-            self._note_pause(identity, until_us - since[0])
+            self._note_pause(identity, since[0], until_us)
 
-    def _note_pause(self, identity: bytes, pause_us: int) -> None:
+    def _note_pause(self, identity: bytes, since_us: int, until_us: int) -> None:
+        pause_us = max(0, until_us - since_us)  # with callers' time it may end before it begins
         found = self._identities[identity]
         found.longest_us = max(found.longest_us, pause_us)
         self._pauses_us.append(pause_us)
@@ -281,7 +282,7 @@ class _Backtest:
         trace = self._trace
         for of_kind in self._kinds:
             for identity, (since_us, last_us) in of_kind.since.items():
-                self._note_pause(identity, last_us - since_us)
+                self._note_pause(identity, since_us, last_us)
         denied = {key: one for key, one in self._identities.items() if one.denied}
         return Report(
             checks=sum(count for kind, count in trace.counts.items() if not kind.peek),

@@ -240,6 +240,16 @@ async def test_retries_after_the_last_check_are_replayed(record):
     assert (report.denied, report.retried, report.allowed_later) == (1, 3, 0)
 
 
+async def test_no_pause_is_negative(record):
+    """With callers' time the check that ends a pause may have an earlier time than the denial."""
+    at = record(rule(3))
+    now_s = at.clock.now_us() // 1_000_000
+    for cost, after_s in ((2, 2), (2, 2), (1, 1)):
+        at.limiter.check(Check(b"a", "user", "/orders", cost, now_s + after_s))
+    report = backtest(await at.trace(), [rule(3)])
+    assert (report.denied, report.pauses_s, report.named[0].longest_s) == (1, (0, 0, 0), 0)
+
+
 async def test_a_calendar_limit_has_no_sparing_limit(record):
     trace = await traced(record, (b"a", 1), (b"a", 1))
     day = rule(1, window_seconds=86_400, calendar=Calendar(Period.DAY, "UTC"))
