@@ -116,7 +116,8 @@ class Health:
         self._stats = stats
         self._clock = clock
         self._rules_revision = rules_revision
-        self._shared_state = shared_state
+        self.shared_state = shared_state
+        """Returns whether the shared state is reachable, and the state of its circuit breaker."""
         self._transport = transport
         self._window = RollingWindow(clock.monotonic_us(), Totals.of(stats))
 
@@ -128,14 +129,10 @@ class Health:
         """Look-ups that found a bucket / look-ups, over the last 60 s; 1 without look-ups."""
         return _hit_ratio(self._recent())
 
-    def shared_state(self) -> SharedStateStatus:
-        """Whether the shared state is reachable, and the state of its circuit breaker."""
-        return self._shared_state()
-
     def report(self) -> HealthReport:
         """Evaluate the four conditions. With few or no checks, a ratio counts as met."""
         recent = self._recent()
-        shared_state = self._shared_state()
+        shared_state = self.shared_state()
         hit_ratio = _hit_ratio(recent)
         latency_count = sum(recent.latency_counts)
         latency_ms = MS_PER_S * recent.latency_sum_s / max(1, latency_count)

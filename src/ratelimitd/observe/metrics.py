@@ -241,9 +241,7 @@ def _per_rule(column: int) -> Read:
     ]
 
 
-def _transport(
-    **kinds: Callable[[TransportStatus], int | None],
-) -> Read:
+def _transport(**kinds: Callable[[TransportStatus], int | None]) -> Read:
     """Return readings by kind, without values that a transport does not provide."""
 
     def points(parts: NodeParts) -> Iterable[Point]:
@@ -257,9 +255,7 @@ def _transport(
     return points
 
 
-def _counts(
-    read: Callable[[NodeParts], Mapping[str, float]],
-) -> Read:
+def _counts(read: Callable[[NodeParts], Mapping[str, float]]) -> Read:
     return lambda parts: [Point(count, label) for label, count in sorted(read(parts).items())]
 
 

@@ -65,7 +65,7 @@ class BusyRule(NamedTuple):
 class NodeStatus:
     """The status of one node. ``sample`` holds the time and the recent counts.
 
-    ``healthy`` and the six fields after it are those of :class:`ratelimitd.observe.health.HealthReport`. ``retry_s``:
+    ``healthy`` and the seven fields after it are those of :class:`ratelimitd.observe.health.HealthReport`. ``retry_s``:
     seconds until an open breaker is tried again; 0 while it is closed. ``clock_error_s``: wall clock (in a cluster, the
     shared state's) minus node clock. ``admin_token_digest``: equal on all nodes with the same admin token; empty
     without.
