@@ -175,9 +175,8 @@ class TraceRecorder:
 
     async def drain(self) -> None:
         """Write the remaining checks, and end the file. The task of :meth:`run` must have ended."""
-        await self._in_thread(
-            lambda: None
-        )  # waits for a write that continues after its cancellation
+        # A write continues after its cancellation.
+        await self._in_thread(lambda: None)
         await self.step()
         await self._end_file()
         self._thread.shutdown()
