@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import nlargest
 from typing import Final, NamedTuple
 
@@ -107,7 +107,7 @@ class _Others:
     read_at_us: int | None = None
     answered_at_us: int = 0
     read_failed: bool = False
-    corrupt: frozenset[str] = field(default_factory=frozenset)
+    corrupt: frozenset[str] = frozenset()
 
 
 class Live:
