@@ -237,11 +237,11 @@ class HoldsService:
         ).digest()
 
     def opened(self, hold: bytes, call: Call) -> Ticket | None:
-        """Return the content of a hold; ``None`` if it was not made for this caller."""
+        """Return the content of a hold; ``None`` if it was not made for this caller, or has another form."""
         if len(hold) > MAX_HOLD_CHARS:
             return None
         body = unsealed(hold, partial(self._seal, self._principal(call)))
-        return None if body is None else _ticket(body)
+        return None if body is None or body[0] != _VERSION else _ticket(body)
 
 
 def _ticket(body: bytes) -> Ticket:

@@ -10,6 +10,7 @@ from ratelimitd.counters import CheckStats
 from ratelimitd.errors import InvalidInputError
 from ratelimitd.limiter.holder import HeldLimit, Holding, SettledHold
 from ratelimitd.model import Decision, Reason
+from ratelimitd.services import holds
 from ratelimitd.services.config import SEAL_BYTES
 from ratelimitd.services.convert import CONTRACT_IDENTITIES
 from ratelimitd.services.holds import HoldsService
@@ -41,6 +42,13 @@ def service_of(name, stats=None):
     )
 
 
+def made_by(name):
+    """Return the sealed octets of a hold."""
+    request = pb.HoldRequest(check=CHECK).SerializeToString()
+    hold = pb.HoldResponse.FromString(asyncio.run(service_of(name).hold(request, None))).hold
+    return urlsafe_b64decode(hold + "=" * (-len(hold) % 4))
+
+
 def settle(name, sealed):
     hold = urlsafe_b64encode(sealed).decode().rstrip("=")
     request = pb.SettleRequest(hold=hold, actual=1).SerializeToString()
@@ -53,9 +61,7 @@ def settle(name, sealed):
     [("xa.example", "a.example", b"x"), ("b.example", "prob.example", None)],
 )
 def test_the_end_of_a_hold_cannot_pass_for_a_part_of_a_principal(maker, other, ending):
-    request = pb.HoldRequest(check=CHECK).SerializeToString()
-    hold = pb.HoldResponse.FromString(asyncio.run(service_of(maker).hold(request, None))).hold
-    sealed = urlsafe_b64decode(hold + "=" * (-len(hold) % 4))
+    sealed = made_by(maker)
     assert settle(maker, sealed)
     body, seal = sealed[:-SEAL_BYTES], sealed[-SEAL_BYTES:]
     altered = body + ending if ending else body.removesuffix(b"pro")
@@ -76,3 +82,12 @@ def test_an_invalid_hold_counts_as_an_invalid_check():
     with pytest.raises(InvalidInputError, match="identifier"):
         asyncio.run(service_of("x", stats).hold(pb.HoldRequest().SerializeToString(), None))
     assert stats.invalid_total == 1
+
+
+def test_a_hold_of_another_form_is_refused(monkeypatch):
+    with monkeypatch.context() as later:
+        later.setattr(holds, "_VERSION", holds._VERSION + 1)
+        sealed = made_by("a.example")
+        assert settle("a.example", sealed)
+    with pytest.raises(InvalidInputError):
+        settle("a.example", sealed)
