@@ -210,10 +210,13 @@ class RateLimiterService:
         async with asyncio.TaskGroup() as asking:
             for start in range(0, count, SLICE_ITEMS):
                 parts = await self._queue.run(peer, partial(answer, start, start + SLICE_ITEMS))
-                checks = _waiting(parts)
-                if checks:
+                asked: asyncio.Task[Verdicts] | None = None
+                if checks := _waiting(parts):
                     await self._asks.take(peer)
-                slices.append((parts, asking.create_task(self._ask(checks)) if checks else None))
+                    asked = asking.create_task(self._limiter.wait(checks))
+                    # Also after a task that was cancelled before it began.
+                    asked.add_done_callback(lambda _: self._asks.release())
+                slices.append((parts, asked))
         answers: list[bytes] = []
         for parts, asked in slices:
             if asked is None:
@@ -223,13 +226,6 @@ class RateLimiterService:
                 answers += await self._queue.run(peer, settle)
         self._observe(started_s, count)
         return b"".join(answers)
-
-    async def _ask(self, checks: Sequence[Check], remaining_s: float | None = None) -> Verdicts:
-        """Await the shared state's verdicts, then release a slot of ``_asks``."""
-        try:
-            return await self._limiter.wait(checks, remaining_s)
-        finally:
-            self._asks.release()
 
     def _joined(self, call: Call, parts: Parts, started_s: float) -> bytes | Awaitable[bytes]:
         """Return the answer to a short batch, at once unless an item waits for the shared state."""
@@ -243,8 +239,8 @@ class RateLimiterService:
     async def _wait_for_many(
         self, call: Call, parts: Parts, checks: Sequence[Check], started_s: float
     ) -> bytes:
-        await self._asks.take(call.peer)
-        verdicts = await self._ask(checks, call.time_remaining_s())
+        async with self._asks.held(call.peer):
+            verdicts = await self._limiter.wait(checks, call.time_remaining_s())
         answers = self._settled(parts, iter(verdicts))
         self._observe(started_s, len(parts))
         return b"".join(answers)
