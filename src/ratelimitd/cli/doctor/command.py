@@ -18,6 +18,7 @@ from ratelimitd.cli.doctor.files import (
     check_rules_file,
     check_secrets,
     check_state_dir,
+    check_store_certificate,
     check_tls,
     check_tokens_file,
 )
@@ -96,6 +97,7 @@ async def _look(settings: Settings) -> list[Finding]:
         *check_admin_token(settings),
         *check_tokens_file(settings, datetime.now(UTC)),
         *check_tls(settings, datetime.now(UTC)),
+        *check_store_certificate(settings, datetime.now(UTC)),
         *check_rules_file(settings),
         *check_state_dir(settings),
         *check_record_dir(settings),

@@ -19,6 +19,7 @@ from ratelimitd.node.admin_token import FILE_NAME, read_admin_token
 from ratelimitd.rpc.tls import CertificateSource, TlsFiles, validities
 from ratelimitd.rules.rules_file import parse_rules
 from ratelimitd.settings.table import Settings
+from ratelimitd.settings.urls import parse_redis_url
 
 _DAY: Final = "%Y-%m-%d %H:%M UTC"
 
@@ -100,6 +101,18 @@ def check_tls(settings: Settings, now: datetime) -> Iterator[Finding]:
     if certificates.client_ca is not None:
         yield _expiry("TLS_CLIENT_CA", certificates.client_ca, now)
     yield _privacy("TLS_KEY", files.key) or ok("TLS_KEY", f"{files.key} is private")
+
+
+def check_store_certificate(settings: Settings, now: datetime) -> Iterator[Finding]:
+    """Check a node's certificate for the shared state, and its key; unusable ones fail the check of the connection."""
+    files = parse_redis_url(settings.redis_url).tls if settings.redis_url else None
+    if files is None or not files.certfile:
+        return
+    with suppress(OSError, ValueError, IndexError):
+        found = _expiry("REDIS_URL", Path(files.certfile).read_bytes(), now)
+        yield found._replace(what=f"{files.certfile}: {found.what}")
+        key = Path(files.keyfile)
+        yield _privacy("REDIS_URL", key) or ok("REDIS_URL", f"{key} is private")
 
 
 def check_record_dir(settings: Settings) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from ratelimitd.cli.doctor.files import (
     check_rules_file,
     check_secrets,
     check_state_dir,
+    check_store_certificate,
     check_tls,
     check_tokens_file,
 )
@@ -178,6 +179,20 @@ def test_certificate_that_is_not_valid_yet_is_a_problem(tls):
 
 def test_key_readable_by_everybody_is_reported(tls):
     assert list(check_tls(tls(key_mode=0o644), NOW))[-1].level == "warning"
+
+
+@pytest.mark.parametrize(("left", "level"), [(2 * SOON, "ok"), (SOON / 2, "warning")])
+def test_the_certificate_for_the_shared_state_is_reported(tls, left, level):
+    own = tls(NOW + left, key_mode=0o604)
+    cert, key = own.tls_cert, own.tls_key
+    url = f"rediss://127.0.0.1:1?ssl_certfile={cert}&ssl_keyfile={key}"
+    expiry, privacy = check_store_certificate(settings(redis_url=url), NOW)
+    assert expiry[:2] == ("REDIS_URL", level)
+    assert expiry.what.startswith(f"{cert}: ")
+    assert privacy[:2] == ("REDIS_URL", "warning")
+    cert.write_text("no certificate")
+    for other in (url, "redis://127.0.0.1:1", "rediss://127.0.0.1:1", ""):
+        assert not [*check_store_certificate(settings(redis_url=other), NOW)]
 
 
 def test_remote_pages_without_tls_are_reported(tls):
