@@ -33,7 +33,7 @@ from ratelimitd.ledger.shared_holds import (
     conclude,
     conclude_step,
     has_part,
-    longest_life_us,
+    longest_of_parts_us,
 )
 from ratelimitd.ledger.shared_state import OBSERVES, STORE_TIME, StoreCheck
 from ratelimitd.model import Algorithm, Enforcement, Limit
@@ -311,7 +311,7 @@ class Node:
         attempt = self.world.attempt()
         calls = {}
         parts = self.by_server(names)
-        longest_us = longest_life_us([limit for _, limit, _ in hold.charges], len(parts))
+        longest_us = longest_of_parts_us([limit for _, limit, _ in hold.charges], len(parts))
         for server, places in parts.items():
             checks = [
                 StoreCheck(

@@ -38,8 +38,9 @@ from ratelimitd.ledger.holds import (
     Held,
     Hold,
     Settled,
+    longest_life_us,
 )
-from ratelimitd.model import CONCURRENCY, MAX_TIME_US, US_PER_S, Limit, Outcome, Reason
+from ratelimitd.model import US_PER_S, Limit, Outcome, Reason
 
 RecordedOutcomes: TypeAlias = tuple[tuple[bytes, tuple[int, ...]], ...]
 """(stored name, outcome) of buckets, as bytes and numbers, which the garbage collector skips."""
@@ -189,10 +190,8 @@ class OwnHolds:
             return Held(names, [*recorded.values()], 0)
         passing = [one for one in judged if one[2][0]]
         self._require_room([name for name, _, _ in passing])
-        limits = [limit for _, (_, limit, _), _ in passing]
-        lives_us = [limit.window_us for limit in limits if limit.algorithm is CONCURRENCY]
         now_us = self._now_us()
-        last_us = now_us + min(lives_us, default=MAX_TIME_US)
+        last_us = now_us + longest_life_us([limit for _, (_, limit, _), _ in passing])
         end_us = min(now_us + hold.ttl_us, last_us)
         for name, charge, outcome in passing:
             bucket = self._buckets[name] if name in self._buckets else self._take(name, charge)

@@ -33,7 +33,7 @@ from ratelimitd.ledger.shared_holds import (
     conclude,
     conclude_step,
     has_part,
-    longest_life_us,
+    longest_of_parts_us,
 )
 from ratelimitd.ledger.shared_state import OBSERVES, STORE_TIME, StoreCheck
 from ratelimitd.model import CONCURRENCY, Limit
@@ -106,7 +106,7 @@ class SharedHolds:
             for name, (_, limit, _) in zip(names, hold.charges, strict=True)
         ]
         limits = [limit for _, limit, _ in hold.charges]
-        longest_us = longest_life_us(limits, len(parts))
+        longest_us = longest_of_parts_us(limits, len(parts))
         calls = [
             HoldCall(
                 hold.number,

@@ -13,7 +13,7 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from ratelimitd.algorithms.several import Charge
 from ratelimitd.errors import FieldViolation
-from ratelimitd.model import Limit, Outcome
+from ratelimitd.model import CONCURRENCY, MAX_TIME_US, Limit, Outcome
 
 NUMBER_BYTES: Final = 16
 """A hold's number: 128 bits of a keyed digest, so that no caller can construct the number of another's hold."""
@@ -129,6 +129,12 @@ class Holds(Protocol):
             HoldEndedError: the hold has ended.
             HoldSettledError: it was settled.
         """
+
+
+def longest_life_us(limits: Sequence[Limit]) -> int:
+    """Return the longest life of a hold on these limits, including extensions: that of its slots."""
+    lives_us = [limit.window_us for limit in limits if limit.algorithm is CONCURRENCY]
+    return min(lives_us, default=MAX_TIME_US)
 
 
 class OpenHolds(Generic[T]):

@@ -22,7 +22,7 @@ from ratelimitd.errors import (
     RateLimitdError,
     StoreOverloadedError,
 )
-from ratelimitd.ledger.holds import OF_ANOTHER_CHECK, OF_WHAT_IS_OVER, Held
+from ratelimitd.ledger.holds import OF_ANOTHER_CHECK, OF_WHAT_IS_OVER, Held, longest_life_us
 from ratelimitd.ledger.shared_state import StoreCheck
 from ratelimitd.model import ALLOWED, CONCURRENCY, MAX_TIME_US, WITHIN_LIMIT, Limit, Outcome
 
@@ -36,7 +36,7 @@ class HoldCall(NamedTuple):
     """A hold, or a part of one, to be made in one step of the store.
 
     ``checks`` has one check for each bucket. ``most`` is the maximum of holds on a bucket. ``longest_us`` bounds the
-    life of the hold, including extensions, by concurrency limits of other parts: see :func:`longest_life_us`.
+    life of the hold, including extensions, by concurrency limits of other parts: see :func:`longest_of_parts_us`.
     """
 
     number: bytes
@@ -131,13 +131,12 @@ PartOfStep: TypeAlias = tuple[Sequence[int], StepReply | RateLimitdError]
 """(indices of the step's names that a call was for, its answer)."""
 
 
-def longest_life_us(limits: Sequence[Limit], parts: int) -> int:
+def longest_of_parts_us(limits: Sequence[Limit], parts: int) -> int:
     """Return the longest life of a hold in several parts, so that all of them end with its slots.
 
     The only part of a hold knows all its limits, also whether one that observes gives it a slot.
     """
-    lives_us = [limit.window_us for limit in limits if limit.algorithm is CONCURRENCY]
-    return min(lives_us, default=MAX_TIME_US) if parts > 1 else MAX_TIME_US
+    return longest_life_us(limits) if parts > 1 else MAX_TIME_US
 
 
 def conclude(

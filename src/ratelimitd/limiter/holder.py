@@ -218,7 +218,7 @@ class Holder:
             self._stats.hold_tokens["refunded"] += max(0, held - actual)
             self._stats.hold_tokens["debt"] += max(0, actual - held)
         statuses = [
-            LimitStatus(*self._of_now(within(outcome, one.limit), one.limit)[:5], *one)
+            LimitStatus(*_of_now(within(outcome, one.limit), one.limit, now_us)[:5], *one)
             for one, outcome in zip(current, settled.outcomes, strict=True)
             if one and outcome
         ]
@@ -279,15 +279,6 @@ class Holder:
                     return _Current(rule, limit, held.plan)
         return None
 
-    def _of_now(self, outcome: Outcome, limit: Limit) -> Outcome:
-        """Return the outcome of a bucket, or that of a fresh one if its calendar window is over."""
-        if limit.calendar is None:
-            return outcome
-        end_s = window_at(limit.calendar, self._clock.now_us()).end_s
-        if outcome[2] <= end_s:
-            return outcome
-        return (ALLOWED, limit.capacity, end_s, 0, WITHIN_LIMIT, None)
-
 
 def _decided(limiter: Limiter, prepared: PreparedCheck, judged: _Judged) -> Decision:
     """Return the answer to a hold with these outcomes.
@@ -308,6 +299,16 @@ def _of_window(limit: Limit, now_us: int) -> Limit:
     if limit.calendar is None:
         return limit
     return in_force(limit, window_at(limit.calendar, now_us))
+
+
+def _of_now(outcome: Outcome, limit: Limit, now_us: int) -> Outcome:
+    """Return the outcome of a bucket, or that of a fresh one if its calendar window is over."""
+    if limit.calendar is None:
+        return outcome
+    end_s = window_at(limit.calendar, now_us).end_s
+    if outcome[2] <= end_s:
+        return outcome
+    return (ALLOWED, limit.capacity, end_s, 0, WITHIN_LIMIT, None)
 
 
 def _one_bucket(held: Held) -> Sequence[HeldLimit]:

@@ -278,6 +278,10 @@ class Settings:
         sources = {**self.sources, "ADMIN_TOKEN": STATE_DIR_SOURCE}
         return replace(self, admin_token=made, sources=sources)
 
+    def state_dir_of(self, worker: int) -> Path:
+        """Return the state directory of a worker, by its number."""
+        return self.state_dir / f"worker-{worker}"
+
     def with_private_store(self, url: str) -> Self:
         """Return these settings for workers whose parent keeps their shared state, at ``url``."""
         return replace(self, redis_url=url, sources={**self.sources, "REDIS_URL": STATE_DIR_SOURCE})

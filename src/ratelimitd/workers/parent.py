@@ -66,11 +66,7 @@ def settings_of(settings: Settings, number: int) -> Settings:
         room = MAX_NODE_ID_CHARACTERS - len(f"/{settings.workers - 1}")
         message = f"NODE_ID must be at most {room} characters with {settings.workers} WORKERS"
         raise StartupError(message)
-    return dataclasses.replace(
-        settings,
-        node_id=node_id,
-        state_dir=settings.state_dir / f"worker-{number}",
-    )
+    return dataclasses.replace(settings, node_id=node_id, state_dir=settings.state_dir_of(number))
 
 
 async def _serve(settings: Settings) -> int:

@@ -447,9 +447,10 @@ def _lost(url: urls.DatabaseUrl) -> Finding:
 
 def _had_rules(settings: Settings) -> bool:
     """Return whether the node, or one of its workers, refuses a database that was never edited."""
-    path, workers = settings.state_dir, settings.workers
-    paths = [path] if workers == 1 else [path / f"worker-{number}" for number in range(workers)]
-    return any(LastGoodBook(each).was_edited() for each in paths)
+    paths = [settings.state_dir]
+    if settings.workers > 1:
+        paths = [*map(settings.state_dir_of, range(settings.workers))]
+    return any(LastGoodBook(path).was_edited() for path in paths)
 
 
 def _assignment_findings(contents: Contents, types: Sequence[str]) -> Iterator[Finding]:
