@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, cast
 
-from ratelimitd.algorithms import Decide
+from ratelimitd.algorithms import Decide, token_bucket
 from ratelimitd.algorithms.several import ENFORCE, Bucket, Charge, decide_all
 from ratelimitd.buckets.held import HeldBucket
 from ratelimitd.buckets.keys import BucketKeys
@@ -37,7 +37,7 @@ from ratelimitd.buckets.snapshot_format import (
     viewed,
     with_tick,
 )
-from ratelimitd.model import US_PER_S, Limit, Outcome
+from ratelimitd.model import ALLOWED, US_PER_S, WITHIN_LIMIT, Limit, Outcome
 
 if TYPE_CHECKING:
     from ratelimitd.buckets.holds import OwnHolds
@@ -177,7 +177,7 @@ class BucketTable:
                 return charged[1]
         return self.apply_any(charges, now_us, costs)
 
-    def charge_each(
+    def charge_each(  # noqa: C901, PLR0912 -- one loop: a call more costs every limit 50 ns
         self, identifier: bytes, charges: Sequence[Charge], now_us: int, cost: int
     ) -> tuple[int, list[Outcome]] | None:
         """Decide as :meth:`apply_each` does if every bucket is in the table, an integer, and allows the check.
@@ -185,8 +185,8 @@ class BucketTable:
         The keys of ``charges`` lack the ``identifier``, and all cost the same.
 
         Returns:
-            The index of the smallest remaining part of a capacity, among equals the first, and the outcomes; ``None``:
-            nothing was charged, and :meth:`apply_any` decides.
+            The index of the smallest remaining part of a capacity, among equals the first, and the outcomes, whose
+            states may be ``None``. ``None``: nothing was charged, and :meth:`apply_any` decides.
         """
         shards, shard_count, uses = self._shards, self._shard_count, self._uses
         outcomes: list[Outcome] = []
@@ -197,14 +197,33 @@ class BucketTable:
                 key = identifier + suffix
                 shard = shards[hash(key) % shard_count]
                 value: int = shard[key]  # type: ignore[assignment]  # of bytes the next line raises TypeError
-                outcome = decide((value >> SPENT_SHIFT, value & LATEST_MASK), limit, now_us, cost)
-                allowed, remaining, _, _, _, (spent, latest_us) = outcome  # type: ignore[misc]  # a pair, as given
-                if not allowed:
-                    break
+                spent, latest_us = value >> SPENT_SHIFT, value & LATEST_MASK
+                wanted = remaining = 0
+                if decide is token_bucket.decide:
+                    # Inlined for a check that leaves a token: takes half the time.
+                    token, capacity = limit.window_us, limit.capacity_units
+                    if spent > capacity:  # noqa: PLR1730 - as there; equivalent: >= assigns the value it has
+                        spent = capacity
+                    if now_us > latest_us:  # equivalent: >= adds 0 µs
+                        spent -= (now_us - latest_us) * limit.limit
+                        if spent < 0:  # noqa: PLR1730 - as there; equivalent: <= assigns the value it has
+                            spent = 0
+                        latest_us = now_us
+                    wanted = spent + cost * token
+                    remaining = (capacity - wanted) // token
+                if remaining > 0:
+                    spent = wanted
+                    reset_time = (latest_us + (spent - 1) // limit.limit) // US_PER_S + 1
+                    outcome: Outcome = (ALLOWED, remaining, reset_time, 0, WITHIN_LIMIT, None)
+                else:
+                    outcome = decide((spent, latest_us), limit, now_us, cost)
+                    allowed, remaining, _, _, _, (spent, latest_us) = outcome  # type: ignore[misc]  # a pair, as given
+                    if not allowed:
+                        break
+                outcomes.append(outcome)
                 if remaining * its_capacity < least * limit.capacity:
                     first, least, its_capacity = len(values), remaining, limit.capacity
                 values.append(value)
-                outcomes.append(outcome)
                 try:
                     use = uses[limit.full_after_s]
                 except KeyError:

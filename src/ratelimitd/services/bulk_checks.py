@@ -33,7 +33,16 @@ from ratelimitd.services.convert import (
     is_canonical_address,
 )
 from ratelimitd.services.wire import WireCheck, parse_check
-from ratelimitd.services.wire_format import KEPT, ONE_BYTE, varint
+from ratelimitd.services.wire_format import (
+    CONTINUED,
+    KEPT,
+    KEPT_BITS,
+    KEPT_NUMBERS,
+    LOW_BITS,
+    ONE_BYTE,
+    TWICE_KEPT,
+    varint,
+)
 
 MAX_KNOWN: Final = 4_096
 """Cached endings of requests. Few are needed: endpoints are route templates, and costs are small."""
@@ -55,8 +64,6 @@ _MOST_STATUS_BYTES: Final = 3 + 2 + 6 + 11 + 6 + 2
 # equivalent: a larger number leaves more answers to the general path, which returns the same
 _MOST_NUMBERS_BYTES: Final = 2 + 6 + 11 + 6 + 2
 """Longest start of an answer, fields 1 to 5."""
-
-_KEPT_VARINTS: Final = len(KEPT)
 
 _RESET_BYTES: Final = 1 + 5
 """Tag and reset time, from 1978 to 3058."""
@@ -107,7 +114,7 @@ which the general path answers.
 _Within: TypeAlias = tuple[Sequence[bytes], Sequence[tuple[int, Sequence[bytes]]], bytes]
 """Constant bytes of an answer whose limits all allow the check, if reset times take ``_RESET_BYTES``: what precedes the
 remaining tokens in the entry of the deciding limit, by their length; the places of the other limits, and the same for
-each; the end. A single limit has no entry.
+each; the end.
 """
 
 _Parts: TypeAlias = tuple[tuple[bytes, bytes], tuple[bytes, bytes, bytes], _Within]
@@ -231,9 +238,12 @@ class BulkChecks:
                 # From here on it is a scope; a cast would cost every check 50 ns.
                 if parts:
                     judged = self._limiter.judge((identifier,), scope, now_us, cost)  # type: ignore[arg-type]
-                    add(None if judged is None else self._answer_several(judged, parts))
-                    continue
-                outcome = charge(identifier, scope, now_us, cost)  # type: ignore[arg-type]
+                    if judged is not None and len(parts) > 1:
+                        add(self._answer_several(judged, parts))
+                        continue
+                    outcome = None if judged is None else judged[1]
+                else:
+                    outcome = charge(identifier, scope, now_us, cost)  # type: ignore[arg-type]
             except Exception:  # noqa: BLE001 -- the general path raises the same error and handles it
                 add(None)
                 continue
@@ -246,7 +256,7 @@ class BulkChecks:
                 reset = self._reset(reset_time)
             if remaining and allowed:
                 # All algorithms: the reason is WITHIN_LIMIT and the retry delay 0.
-                left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
+                left = KEPT[remaining] if remaining < KEPT_NUMBERS else varint(remaining)
                 add(_ALLOWED_AND_REMAINING + left + reset + within_part)
             else:
                 start = _start(allowed, remaining)
@@ -288,30 +298,36 @@ class BulkChecks:
     ) -> bytes:
         """Encode an answer; fastest if all limits allow the check and have tokens left."""
         first, _, outcomes = judged
-        allowed, remaining, reset_time, _, _, _ = outcomes[first]
         _, _, (starts, others, end) = parts[first]
+        allowed, remaining, reset_time, _, _, _ = outcomes[first]
         resets = self._status_resets
+        # As in :meth:`answer`: the reason is WITHIN_LIMIT and the retry delay 0.
         if not (allowed and remaining):
             return self._answer_any(judged, parts)
-        # As in :meth:`answer`: the reason is WITHIN_LIMIT and the retry delay 0.
-        left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
+        if remaining < KEPT_NUMBERS:
+            left = KEPT[remaining]
+        elif remaining < TWICE_KEPT:
+            left = CONTINUED[remaining & LOW_BITS] + KEPT[remaining >> KEPT_BITS]
+        else:
+            left = varint(remaining)
         try:
             reset, status_reset = self._reset_times[reset_time], resets[reset_time]
-            if not others:
-                return _ALLOWED_AND_REMAINING + left + reset + end
             pieces = [_ALLOWED_AND_REMAINING, left, reset, starts[len(left)], left, status_reset]
             for place, starts in others:
                 allowed, remaining, reset_time, _, _, _ = outcomes[place]
                 if not (allowed and remaining):
-                    break
-                left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
+                    return self._answer_any(judged, parts)
+                if remaining < KEPT_NUMBERS:
+                    left = KEPT[remaining]
+                elif remaining < TWICE_KEPT:
+                    left = CONTINUED[remaining & LOW_BITS] + KEPT[remaining >> KEPT_BITS]
+                else:
+                    left = varint(remaining)
                 pieces += (starts[len(left)], left, resets[reset_time])
-            else:
-                pieces.append(end)
-                return b"".join(pieces)
-        except KeyError:
-            pass  # a new reset time, or one of another length
-        return self._answer_any(judged, parts)
+            pieces.append(end)
+            return b"".join(pieces)
+        except KeyError:  # a new reset time, or one of another length
+            return self._answer_any(judged, parts)
 
     def _answer_any(
         self, judged: tuple[int, Outcome, Sequence[Outcome]], parts: Sequence[_Parts]
@@ -320,7 +336,7 @@ class BulkChecks:
         (numbers, name), _, (_, others, _) = parts[first]
         reset = self._reset_times.get(reset_time) or self._reset(reset_time)
         answer = _start(allowed, remaining) + reset + _end(retry_after, reason) + numbers
-        for place in (first, *[place for place, _ in others]) if others else ():
+        for place in (first, *[place for place, _ in others]):
             answer += self._status(outcomes[place], parts[place])
         return answer + name
 
@@ -378,17 +394,13 @@ def _known(check: Check, scope: Scope | PlanScopes | None) -> _Known | None:
         return check, _ByPlan(check, scope), check.cost, is_address, b"", b"", _OF_PLAN
     if scope is None or scope.passed_over:
         return None
-    if scope.several:
-        parts = _parts(scope.several)
-        longest = sum(map(_longest, parts))
-        if _MOST_NUMBERS_BYTES + longest > MAX_ANSWER_BYTES:
-            return None
-        return check, scope, check.cost, is_address, b"", b"", parts
+    parts = _parts(scope.several)
     rule_part = b"".join(_rule_part(scope))
-    if _MOST_NUMBERS_BYTES + len(rule_part) > MAX_ANSWER_BYTES:
-        return None  # too long: the id was not made by a node
+    longest = sum(map(_longest, parts)) or len(rule_part)
+    if _MOST_NUMBERS_BYTES + longest > MAX_ANSWER_BYTES:
+        return None  # many limits, or the id was not made by a node
     within_part = _WITHIN_LIMIT + rule_part
-    return check, scope, check.cost, is_address, rule_part, within_part, ()
+    return check, scope, check.cost, is_address, rule_part, within_part, parts
 
 
 def _ending(wire: WireCheck) -> bytes:
@@ -425,12 +437,12 @@ def _parts(several: Sequence[Scope]) -> Sequence[_Parts]:
         numbers, name = _rule_part(scope)
         others = [place for place in range(len(several)) if place != first]
         all_starts, before = [], _WITHIN_LIMIT + numbers
-        for place in (first, *others) if others else ():
+        for place in (first, *others):
             starts, rest = within[place]
             all_starts.append([before + start for start in starts])
             before = rest
-        first_starts = all_starts.pop(0) if others else ()
-        all_within = first_starts, [*zip(others, all_starts, strict=True)], before + name
+        first_starts, *starts_of_others = all_starts
+        all_within = first_starts, [*zip(others, starts_of_others, strict=True)], before + name
         parts.append(((numbers, name), entries[first], all_within))
     return parts
 
@@ -466,7 +478,7 @@ def _longest(parts: _Parts) -> int:
 def _start(allowed: bool, remaining: int) -> bytes:  # noqa: FBT001 -- as it stands in an outcome
     if not remaining:
         return _ALLOWED if allowed else b""
-    left = KEPT[remaining] if remaining < _KEPT_VARINTS else varint(remaining)
+    left = KEPT[remaining] if remaining < KEPT_NUMBERS else varint(remaining)
     return _ALLOWED_AND_REMAINING + left if allowed else _REMAINING + left
 
 

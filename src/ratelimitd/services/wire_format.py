@@ -50,19 +50,19 @@ ONE_BYTE: Final = _MORE
 
 _MAX_BYTES: Final = 10
 
-_KEPT_BITS: Final = 14
-_KEPT: Final = 1 << _KEPT_BITS
-_LOW_BITS: Final = _KEPT - 1
-_TWICE_KEPT: Final = _KEPT << _KEPT_BITS
+KEPT_BITS: Final = 14
+KEPT_NUMBERS: Final = 1 << KEPT_BITS
+LOW_BITS: Final = KEPT_NUMBERS - 1
+TWICE_KEPT: Final = KEPT_NUMBERS << KEPT_BITS
 
 
 def varint(number: int) -> bytes:
     """Return the shortest encoding of a number of at least 0."""
-    if number < _KEPT:
+    if number < KEPT_NUMBERS:
         return KEPT[number]
-    if number < _TWICE_KEPT:  # as below, without the call
-        return _CONTINUED[number & _LOW_BITS] + KEPT[number >> _KEPT_BITS]
-    return _CONTINUED[number & _LOW_BITS] + varint(number >> _KEPT_BITS)
+    if number < TWICE_KEPT:  # as below, without the call
+        return CONTINUED[number & LOW_BITS] + KEPT[number >> KEPT_BITS]
+    return CONTINUED[number & LOW_BITS] + varint(number >> KEPT_BITS)
 
 
 def read_varint(data: bytes, position: int) -> tuple[int, int]:
@@ -83,11 +83,11 @@ def _short(number: int) -> bytes:
     return bytes((low | _MORE, high)) if high else bytes((low,))
 
 
-KEPT: Final = tuple(map(_short, range(_KEPT)))
+KEPT: Final = tuple(map(_short, range(KEPT_NUMBERS)))
 """Encodings of small numbers: 30 ns to look up, 300 to compute. With the next table, about 1.4 MB."""
 
-_CONTINUED: Final = tuple(
-    bytes((number & _MORE - 1 | _MORE, number >> 7 | _MORE)) for number in range(_KEPT)
+CONTINUED: Final = tuple(
+    bytes((number & _MORE - 1 | _MORE, number >> 7 | _MORE)) for number in range(KEPT_NUMBERS)
 )
 """The same with the continuation bit."""
 

@@ -471,6 +471,55 @@ class TestSeveral:
         assert (found, [one[1] for one in outcomes]) == (first, [10 - used[0], 100 - used[1]])
         assert deciding([*rules.values()], outcomes) == first
 
+    def test_charges_equal_those_of_the_algorithms(self):
+        random_ = random.Random(18)
+        charged = 0
+        for _ in range(3_000):
+            limits = [
+                replace(
+                    RULE,
+                    algorithm=random_.choice([Algorithm.TOKEN_BUCKET, Algorithm.FIXED_WINDOW]),
+                    limit=random_.choice([1, 3, 10, 700]),
+                    window_seconds=random_.choice([1, 7, 60]),
+                    burst=random_.choice([0, 0, 2, 20]),
+                )
+                for _ in range(random_.randint(1, 3))
+            ]
+            charges = [
+                (b"%d" % number, limit, DECIDE[limit.algorithm])
+                for number, limit in enumerate(limits)
+            ]
+            table = BucketTable(10)
+            states = [
+                (random_.choice([0, 1, random_.randint(0, 2 * limit.capacity_units)]), T)
+                if limit.algorithm is Algorithm.TOKEN_BUCKET
+                else (random_.randint(0, 2 * limit.limit), T)
+                for limit in limits
+            ]
+            for (name, limit, _), state in zip(charges, states, strict=True):
+                table.take_back(name, b"ada" + name, state, limit)
+            values = [table.value(b"ada" + name) for name, _, _ in charges]
+            now_us = T + random_.choice([-2_000_000, 0, 1, 999_999, random_.randint(0, 70_000_000)])
+            cost = random_.choice([0, 1, 1, 2, 10])
+            expected = [
+                decide(state, limit, now_us, cost)
+                for (_, limit, decide), state in zip(charges, states, strict=True)
+            ]
+            found = table.charge_each(b"ada", charges, now_us, cost)
+            if all(one[0] for one in expected):
+                first, outcomes = found
+                assert [one[:5] for one in outcomes] == [one[:5] for one in expected]
+                assert first == deciding(limits, expected)
+                values = [
+                    pack(one[5], limit, table.tick)
+                    for one, limit in zip(expected, limits, strict=True)
+                ]
+                charged += 1
+            else:
+                assert found is None
+            assert [table.value(b"ada" + name) for name, _, _ in charges] == values
+        assert 500 < charged < 2_500
+
     def test_a_denied_check_makes_no_bucket(self):
         table = BucketTable(10)
         assert self.charge(table, cost=11) == [(False, 10), (True, 100)]
