@@ -54,6 +54,13 @@ def test_latest_end_is_stored_with_any_number_of_plans() -> None:
         assert assignments.plan_of("user", plan.encode(), NOW_US) == (plan, MAX_EXPIRE_TIME)
 
 
+def test_any_number_of_plans_that_never_end_is_distinguished() -> None:
+    plans = [f"plan-{number}" for number in range(300)]
+    assignments = _assigned(*(("user", plan.encode(), plan, 0) for plan in plans))
+    for plan in plans:
+        assert assignments.plan_of("user", plan.encode(), NOW_US) == (plan, 0)
+
+
 def test_later_assignment_replaces_the_former() -> None:
     assignments = _assigned(("user", b"a", "pro", 2_000), ("user", b"a", "free", 0))
     assert assignments.plan_of("user", b"a", NOW_US) == ("free", 0)
