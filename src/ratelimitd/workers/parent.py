@@ -81,11 +81,14 @@ async def _serve(settings: Settings) -> int:
         if not settings.redis_url:
             private = PrivateStore.of(settings)
             settings = settings.with_private_store(private.url)
-            store = Respawner(private.start)
+            store = Respawner("the private Valkey", private.start)
         settings = await _with_own_ports(settings, opened)
         workers = [settings_of(settings, number) for number in range(settings.workers)]
         guard = ChecksGuard()
-        respawners = [Respawner(partial(WorkerProcess.start, each, guard)) for each in workers]
+        respawners = [
+            Respawner(f"worker {number}", partial(WorkerProcess.start, each, guard))
+            for number, each in enumerate(workers)
+        ]
         pool = WorkerPool(respawners, store)
         stop = StopSignals(partial(_leave, pool))
         grpc_address = str(settings.listen)

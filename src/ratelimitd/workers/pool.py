@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random as random_source
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Final
 
 from ratelimitd.errors import StartupError
@@ -39,16 +38,21 @@ Start = Callable[[Callable[[Report], None]], Awaitable[ChildProcess]]
 
 
 class Respawner:
-    """Keeps one process running. ``sleep``, ``time_s`` (monotonic seconds) and ``random`` (0 to 1) are for tests."""
+    """Keeps one process running; ``name`` is its name in the log.
+
+    ``sleep``, ``time_s`` (monotonic seconds) and ``random`` (0 to 1) are for tests.
+    """
 
     def __init__(
         self,
+        name: str,
         start: Start,
         *,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         time_s: Callable[[], float] | None = None,
         random: Callable[[], float] = random_source.random,
     ) -> None:
+        self.name = name
         self.totals = CounterTotals()
         self.restarts_total = 0
         self._start = start
@@ -69,26 +73,32 @@ class Respawner:
         self._process = await self._start(self.totals.take)
         await self._process.prepared()
 
-    async def start(self) -> None:
-        """Start a process unless one is prepared, and wait until it answers calls.
+    async def start(self) -> ChildProcess:
+        """Start a process unless one is prepared, and wait until it answers calls, or is killed because it hangs.
 
         Raises:
             StartupError: it cannot be started, or ended before; one line says why.
         """
-        self._process = self._process or await self._start(self.totals.take)
-        await self._process.ready()
-        self._is_up = True
+        self._process = process = self._process or await self._start(self.totals.take)
+        with self._watched(process) as watching:
+            try:
+                await process.ready()
+                self._is_up = True
+            except StartupError:
+                if not watching.done():
+                    raise
+        return process
 
-    async def keep(self, name: str) -> None:
-        """Restart the process whenever it ends; ``name`` is its name in the log."""
+    async def keep(self) -> None:
+        """Restart the process whenever it ends."""
         while True:
             since_s = self._time_s()
-            reason = await self._one_life(name)
+            reason = await self._one_life()
             if self._time_s() - since_s >= LONG_LIFE_S:
                 self._backoff.reset()
             self.restarts_total += 1
             pause_s = self._backoff.next_s()
-            _log.error("%s: %s; it is started again in %.1f s", name, reason, pause_s)
+            _log.error("%s: %s; it is started again in %.1f s", self.name, reason, pause_s)
             await self._sleep(pause_s)
 
     async def readiness(self) -> Readiness:
@@ -132,21 +142,15 @@ class Respawner:
         if self._process is not None:
             self._process.kill()
 
-    async def _one_life(self, name: str) -> str:
+    async def _one_life(self) -> str:
         """Wait for the end of the process, started now if there is none; return why it ended."""
         try:
-            self._process = process = self._process or await self._start(self.totals.take)
-            # Watched from its start: one that hangs before it is ready would never be replaced.
-            watching = asyncio.create_task(self._watch(process, name))
-            try:
-                if not self._is_up:
-                    await self.start()
+            process = self._process or await self.start()
+            with self._watched(process):
                 await process.calls_ended()
                 self._is_ending = True
                 process.close()
                 await process.ended()
-            finally:
-                watching.cancel()
             reason = process.reason
         except StartupError as error:
             reason = str(error)
@@ -155,12 +159,21 @@ class Respawner:
         self.totals.process_ended()
         return reason
 
-    async def _watch(self, process: ChildProcess, name: str) -> None:
+    @contextlib.contextmanager
+    def _watched(self, process: ChildProcess) -> Iterator[asyncio.Task[None]]:
+        """Kill the process if it hangs; the task is then done."""
+        watching = asyncio.create_task(self._watch(process))
+        try:
+            yield watching
+        finally:
+            watching.cancel()
+
+    async def _watch(self, process: ChildProcess) -> None:
         silent = 0
         while silent < MAX_SILENT_LOOKS:
             await self._sleep(LOOK_S)
             silent = 0 if await process.readiness() else silent + 1
-        _log.error("%s does not answer, and is killed", name)
+        _log.error("%s does not answer, and is killed", self.name)
         process.kill()
 
 
@@ -168,8 +181,7 @@ TOGETHER_S: Final = 10.0
 """Longest time that workers wait for each other before they listen, in case one hangs at its start."""
 
 STORE: Final = "store"
-STORE_NAME: Final = "the private Valkey"
-"""Names of the private Valkey, in metrics and in the log."""
+"""Name of the private Valkey in metrics."""
 
 STORE_STOP_S: Final = 3.0
 """Longest wait for the last disk write of the private Valkey. Settled spends survive a kill: they are in the system's
@@ -182,7 +194,7 @@ class WorkerPool:
 
     def __init__(self, respawners: Sequence[Respawner], store: Respawner | None = None) -> None:
         self._respawners = respawners
-        self._stores = {} if store is None else {STORE_NAME: store}
+        self._stores = () if store is None else (store,)
         self._background = Background({})
         self._keeping_store = Background({})
         self._draining = False
@@ -197,30 +209,28 @@ class WorkerPool:
         Raises:
             StartupError: one cannot start; the caller must stop the others.
         """
-        for store in self._stores.values():
+        for store in self._stores:
             await self._start_store(store)
             if self._draining:
                 return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TOGETHER_S):
                 await asyncio.gather(*(respawner.prepare() for respawner in self._respawners))
-        await asyncio.gather(*(self._start(*each) for each in enumerate(self._respawners)))
+        await asyncio.gather(*map(self._start, self._respawners))
 
     async def _start_store(self, store: Respawner) -> None:
         try:
             await store.start()
         except StartupError as error:
-            message = f"{STORE_NAME}: {error}"
+            message = f"{store.name}: {error}"
             raise StartupError(message) from error
         if not self._draining:
-            self._keeping_store.start(STORE, partial(store.keep, STORE_NAME))
+            self._keeping_store.start(STORE, store.keep)
 
-    async def _start(self, number: int, respawner: Respawner) -> None:
+    async def _start(self, respawner: Respawner) -> None:
         await respawner.start()
-        if self._draining:  # another could not start meanwhile
-            return
-        name = f"worker {number}"
-        self._background.start(name, partial(respawner.keep, name))
+        if not self._draining:  # another could not start meanwhile
+            self._background.start(respawner.name, respawner.keep)
 
     async def answers(self, number: int) -> bool:
         """Return whether a worker responds within ``READINESS_TIMEOUT_S``."""
@@ -236,9 +246,8 @@ class WorkerPool:
         """
         self._draining = True
         await self._background.stop()
-        workers = {f"worker {number}": each for number, each in enumerate(self._respawners)}
         closing = asyncio.create_task(self._close(end_http, calls_s))
-        reasons = await _stopped(workers, timeout_s)
+        reasons = await _stopped(self._respawners, timeout_s)
         await closing
         # Stopped last: draining workers settle in it.
         await self._keeping_store.stop()
@@ -257,7 +266,7 @@ class WorkerPool:
 
     def kill(self) -> None:
         """End every process at once."""
-        for respawner in (*self._respawners, *self._stores.values()):
+        for respawner in (*self._respawners, *self._stores):
             respawner.kill()
 
     async def readiness(self) -> Readiness:
@@ -266,8 +275,8 @@ class WorkerPool:
             return Readiness(ready=False, reason="draining")
         answers = await asyncio.gather(*(respawner.readiness() for respawner in self._respawners))
         lacking = ", ".join(
-            f"worker {number} ({answer.reason})"
-            for number, answer in enumerate(answers)
+            f"{respawner.name} ({answer.reason})"
+            for respawner, answer in zip(self._respawners, answers, strict=True)
             if not answer.ready
         )
         if not any(answer.ready for answer in answers):
@@ -292,7 +301,7 @@ class WorkerPool:
             Point(respawner.restarts_total, str(number))
             for number, respawner in enumerate(self._respawners)
         ]
-        restarts += [Point(store.restarts_total, STORE) for store in self._stores.values()]
+        restarts += [Point(store.restarts_total, STORE) for store in self._stores]
         # The parent's share of the workers' gauges.
         parent: Report = {
             "rate_limiter_memory_usage_bytes": {"": resident_bytes()},
@@ -305,14 +314,14 @@ class WorkerPool:
         ]
 
 
-async def _stopped(respawners: Mapping[str, Respawner], timeout_s: float) -> list[str]:
+async def _stopped(respawners: Sequence[Respawner], timeout_s: float) -> list[str]:
     """Stop all, and kill those that take longer; returns why they failed to end cleanly, with the name of each."""
-    stopping = [asyncio.create_task(respawner.stop()) for respawner in respawners.values()]
+    stopping = [asyncio.create_task(respawner.stop()) for respawner in respawners]
     if not stopping:
         return []
     _, overdue = await asyncio.wait(stopping, timeout=timeout_s)
     if overdue:
-        for respawner in respawners.values():
+        for respawner in respawners:
             respawner.kill()
     reasons = await asyncio.gather(*stopping)
-    return [f"{name}: {reason}" for name, reason in zip(respawners, reasons, strict=True) if reason]
+    return [f"{one.name}: {why}" for one, why in zip(respawners, reasons, strict=True) if why]

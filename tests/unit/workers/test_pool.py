@@ -44,7 +44,12 @@ class Started(WorkerPool):
             self.processes[number].append(found)
             return found
 
-        super().__init__([Respawner(partial(start, *each)) for each in enumerate(programs)])
+        super().__init__(
+            [
+                Respawner(f"worker {number}", partial(start, number, program))
+                for number, program in enumerate(programs)
+            ]
+        )
 
 
 @pytest.fixture
@@ -205,7 +210,7 @@ class Step:
     async def start(self):
         self.steps.append(f"start {self.name}")
 
-    async def keep(self, _name):
+    async def keep(self):
         await asyncio.Event().wait()
 
     async def calls_ended(self):
@@ -235,7 +240,7 @@ async def test_no_worker_listens_before_all_can():
 
 async def test_a_worker_that_starts_during_a_stop_is_not_kept():
     class Late(Step):
-        async def keep(self, _name):
+        async def keep(self):
             self.steps.append("keep")
 
     steps = []
@@ -254,8 +259,8 @@ class Store(Step):
 
     restarts_total = 3
 
-    async def keep(self, name):
-        self.steps.append(f"keep {name}")
+    async def keep(self):
+        self.steps.append(f"keep {self.name}")
         try:
             await asyncio.Event().wait()
         finally:
@@ -279,10 +284,10 @@ async def test_the_store_runs_from_before_the_workers_until_they_have_drained():
     pool = WorkerPool([worker], Store("store", steps))
     await pool.start()
     await asyncio.sleep(0)
-    assert steps == ["start store", "keep the private Valkey", "prepare worker", "start worker"]
+    assert steps == ["start store", "keep store", "prepare worker", "start worker"]
     reasons = await pool.stop(1, http_off, calls_s=60)
     assert steps[4:] == ["stop worker", "store is not kept", "stop store"]
-    assert reasons == "worker 0: it hung; the private Valkey: ended with status 1"
+    assert reasons == "worker: it hung; store: ended with status 1"
 
 
 async def test_a_store_that_cannot_start_fails_the_pool():
@@ -293,7 +298,7 @@ async def test_a_store_that_cannot_start_fails_the_pool():
 
     steps = []
     pool = WorkerPool([Step("worker", steps)], Failing("store", steps))
-    with pytest.raises(StartupError, match=r"^the private Valkey: it cannot be started$"):
+    with pytest.raises(StartupError, match=r"^store: it cannot be started$"):
         await pool.start()
     assert steps == []
 
@@ -314,7 +319,7 @@ async def test_a_store_is_restarted_counted_and_killed_like_a_worker(pool):
     store = Store("store", [])
     store.kill = lambda: killed.append("store")
     both = pool(ANSWERING)
-    both._stores["the private Valkey"] = store
+    both._stores = (store,)
     assert (await values(both))["rate_limiter_worker_restarts_total"] == {"0": 0, "store": 3}
     both.kill()
     assert killed == ["store"]

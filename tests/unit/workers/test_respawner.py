@@ -94,7 +94,11 @@ class Kept:
         self.now_s = 0.0
         self._came = asyncio.Event()
         self.respawner = Respawner(
-            self._start, sleep=self._sleep, time_s=lambda: self.now_s, random=lambda: 0.0
+            "worker 0",
+            self._start,
+            sleep=self._sleep,
+            time_s=lambda: self.now_s,
+            random=lambda: 0.0,
         )
 
     async def _start(self, on_report):
@@ -133,12 +137,16 @@ class Kept:
         await self._came.wait()
 
 
-@pytest.fixture
-async def kept(monkeypatch):
+@pytest.fixture(autouse=True)
+def looks(monkeypatch):
     monkeypatch.setattr(pool, "LOOK_S", LOOK)
+
+
+@pytest.fixture
+async def kept():
     found = Kept()
     await found.respawner.start()
-    found.keeping = asyncio.create_task(found.respawner.keep("worker 0"))
+    found.keeping = asyncio.create_task(found.respawner.keep())
     yield found
     found.keeping.cancel()
 
@@ -314,6 +322,25 @@ async def test_a_process_that_hangs_is_killed_and_replaced(kept, caplog):
     assert kept.processes[0].recorded == ["kill"]
     assert kept.respawner.restarts_total == 1
     assert caplog.messages[0] == "worker 0 does not answer, and is killed"
+
+
+async def test_a_process_that_hangs_at_its_first_start_is_killed_and_replaced(caplog):
+    kept = Kept()
+    kept.next_hangs = True
+    with caplog.at_level(logging.ERROR):
+        starting = asyncio.create_task(kept.respawner.start())
+        kept.begin_looking(MAX_SILENT_LOOKS)
+        await starting
+        assert kept.processes[0].recorded == ["kill"]
+        assert await kept.respawner.readiness() == Readiness(ready=False, reason="starting")
+        keeping = asyncio.create_task(kept.respawner.keep())
+        await kept.next_process()
+    keeping.cancel()
+    assert kept.respawner.restarts_total == 1
+    assert caplog.messages == [
+        "worker 0 does not answer, and is killed",
+        "worker 0: ended by signal 9; it is started again in 0.1 s",
+    ]
 
 
 async def test_a_process_that_hangs_at_its_restart_is_killed_and_replaced(kept, caplog):
