@@ -169,7 +169,7 @@ def explain(
     with target.client() as client:
         found = client.explain(request)
         judged = (limit for rule in found.rules for limit in rule.limits)
-        windows = windows_of(client, judged, target)
+        windows, _ = rules_of(client, judged, target)
     if target.output.as_json:
         target.output.message(found)
     else:
@@ -197,22 +197,27 @@ def _remedies(head: Sequence[str], rows: Sequence[Sequence[str]], output: Output
         output.table(head[:shown], (row[:shown] for row in rows))
 
 
-def windows_of(
+def rules_of(
     client: NodeClient, judged: Iterable[pb.LimitStatus | pb.RateLimitResponse], target: Target
-) -> Windows:
-    """Return the calendar windows of limits in an answer, which has only their nominal length.
+) -> tuple[Windows, Places]:
+    """Return what an answer lacks: calendar windows, of which it has the nominal length, and the places of rules.
 
-    Empty if the caller may not read the rules, or the output is JSON.
+    Rules are read if a window may be a calendar's, or to tell several rules apart. Both are empty if the caller may not
+    read the rules, or the output is JSON.
     """
-    nominal = set() if target.output.as_json else {*NOMINAL_SECONDS.values()}
     windows: dict[tuple[str, str, str], str] = {}
+    places: dict[str, str] = {}
+    judged = [] if target.output.as_json else [one for one in judged if one.rule_id]
+    calendars = {one.rule_id for one in judged if one.window_seconds in NOMINAL_SECONDS.values()}
+    rule_ids = {one.rule_id for one in judged}
     with suppress(CliError), target.explained():
-        for rule_id in {one.rule_id for one in judged if one.window_seconds in nominal}:
+        for rule_id in rule_ids if len(rule_ids) > 1 else calendars:
             rule = draft_of(client.rule(rule_id))
+            places[rule.id] = f"{rule.endpoint} {rule.identifier_type}"
             for plan, limits in (("", rule.limits), *rule.plans):
-                calendars = (limit for limit in limits if limit.period)
-                windows |= {(rule.id, plan, limit.name): window_text(limit) for limit in calendars}
-    return windows
+                found = (limit for limit in limits if limit.period)
+                windows |= {(rule.id, plan, limit.name): window_text(limit) for limit in found}
+    return windows, places
 
 
 def _assigned(plan: pb.AssignedPlan, now_s: float) -> tuple[str, str, str]:
@@ -302,17 +307,21 @@ def _rule(answer: pb.RateLimitResponse, windows: Windows, places: Places) -> str
 
 
 def others(
-    answer: pb.RateLimitResponse, windows: Windows = _NONE, *, peek: bool = False
+    answer: pb.RateLimitResponse, windows: Windows, places: Places, *, peek: bool = False
 ) -> list[tuple[str, str]]:
     """Return the limits that applied besides the deciding one."""
     would = peek and answer.allowed
     return [
         (
-            "" if place else "others",
-            f"{one.identifier_type}, {', '.join(said(one, windows, would=would))}",
+            "" if number else "others",
+            ", ".join([_place(one, places), *said(one, windows, would=would)]),
         )
-        for place, one in enumerate(answer.limits[1:])
+        for number, one in enumerate(answer.limits[1:])
     ]
+
+
+def _place(limit: pb.LimitStatus, places: Places) -> str:
+    return printable(places.get(limit.rule_id, limit.identifier_type))
 
 
 def _retry(answer: pb.RateLimitResponse) -> Iterator[tuple[str, str]]:
@@ -369,8 +378,8 @@ def _ask_once(client: NodeClient, request: pb.RateLimitRequest, target: Target) 
         output.message(answer)
     else:
         output.line(verdict(answer, output))
-        windows = windows_of(client, (answer, *answer.limits), target)
-        output.pairs([*describe(answer, windows), *others(answer, windows, peek=request.peek)])
+        known = rules_of(client, (answer, *answer.limits), target)
+        output.pairs([*describe(answer, *known), *others(answer, *known, peek=request.peek)])
     return not answer.allowed
 
 
@@ -392,7 +401,7 @@ def _ask_often(
     else:
         for number, answer in enumerate(answers(), start=1):
             if windows is None and not answer.allowed:
-                windows = windows_of(client, [answer], target)
+                windows, _ = rules_of(client, [answer], target)
             output.line(_compact(f"{number:>{len(str(count))}}", answer, windows or _NONE, output))
         allowed = _sum("allowed", verdicts[True, False], verdicts[True, True])
         output.line(f"{allowed}, {_sum('denied', verdicts[False, False], verdicts[False, True])}")

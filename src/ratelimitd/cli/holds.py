@@ -17,9 +17,9 @@ from ratelimitd.cli.check import (
     int32,
     others,
     request_of,
+    rules_of,
     said,
     verdict,
-    windows_of,
 )
 from ratelimitd.cli.client_options import EXIT_NO, Target, asks_node
 from ratelimitd.cli.options import group
@@ -65,12 +65,12 @@ def hold(
     request = pb.HoldRequest(check=check, ttl_seconds=ttl, hold_id=hold_id)
     with target.client() as client:
         held = client.hold(request)
-        windows = windows_of(client, (held.answer, *held.answer.limits), target)
+        known = rules_of(client, (held.answer, *held.answer.limits), target)
     if target.output.as_json:
         target.output.message(held)
     else:
         target.output.line(verdict(held.answer, target.output))
-        rows = [*describe(held.answer, windows), *others(held.answer, windows)]
+        rows = [*describe(held.answer, *known), *others(held.answer, *known)]
         if held.answer.allowed:
             rows += [("ends", expiry(held.expire_time, time.time())), ("hold", held.hold)]
         target.output.pairs(rows)
@@ -101,7 +101,7 @@ def settle(
     """
     with target.client() as client:
         settled = client.settle(hold, actual)
-        windows = windows_of(client, settled.limits, target)
+        windows, _ = rules_of(client, settled.limits, target)
     limits = [f"  {one.identifier_type}, {', '.join(said(one, windows))}" for one in settled.limits]
     charged = f"charged {settled.charged}" if settled.known else _NOT_THERE
     target.output.answer(settled, "\n".join([charged, *limits]))

@@ -292,7 +292,11 @@ def _typed(
     if WINDOW in fields:
         missing = [name for name in missing if name != "window_seconds"]
         _read_window(place, typed, fields, violations)
-    violations += [_violation(place, name, "is missing", item.line) for name in missing]
+    for name in missing:
+        hint = (
+            ": identities without a plan need it" if "plans" in fields and name == "limit" else ""
+        )
+        violations.append(_violation(place, name, f"is missing{hint}", item.line))
     return typed
 
 

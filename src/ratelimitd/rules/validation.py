@@ -376,7 +376,7 @@ def _list_violations(place: str, limits: Sequence[LimitDraft]) -> Iterator[tuple
 def _number_violations(limit: RuleDraft | LimitDraft) -> Iterator[tuple[str, str]]:
     if problem := _number_problem("limit", limit.limit):
         yield "limit", problem
-    if problem := _number_problem("window", limit.window_seconds):
+    if problem := _number_problem("window", limit.window_seconds, _WINDOW):
         yield "window_seconds", problem
     if not isinstance(limit.algorithm, str) or limit.algorithm not in _ALGORITHMS:
         yield "algorithm", f"unsupported algorithm: use one of {', '.join(_ALGORITHMS)}"
@@ -391,7 +391,7 @@ def _calendar_violations(limit: LimitDraft) -> Iterator[tuple[str, str]]:
     elif not is_known:
         yield "period", f"use one of {', '.join(_PERIODS)}"
     elif limit.algorithm != Algorithm.FIXED_WINDOW:
-        yield "period", f"only a {Algorithm.FIXED_WINDOW} has a period"
+        yield "period", f"only a limit with the algorithm {Algorithm.FIXED_WINDOW} has a period"
     elif problem := _nominal_problem(period, limit.window_seconds):
         yield "window_seconds", problem
     if is_known and not (isinstance(time_zone, str) and is_time_zone(time_zone)):
@@ -481,9 +481,12 @@ def _has_form_of_type(identifier_type: str) -> bool:
     )
 
 
-def _number_problem(name: str, value: Any) -> str:
+_WINDOW: Final = "a whole number of seconds, or a duration such as 30s, 1m, 12h or 1d"
+
+
+def _number_problem(name: str, value: Any, what: str = "a whole number") -> str:
     if not isinstance(value, int) or isinstance(value, bool):
-        return f"the {name} must be a whole number"
+        return f"the {name} must be {what}"
     if value <= 0:
         return f"the {name} must be positive"
     if value > INT32_MAX:

@@ -393,6 +393,20 @@ def test_answer_of_several_limits_shows_the_deciding_one_and_the_others(ask, nod
     assert "               tenant, new: 1 per 1 s, would deny, 0 left\n" in out
 
 
+def test_rules_of_an_answer_are_told_apart_by_their_endpoints(ask, node):
+    rules = [node.add_rule(endpoint) for endpoint in ("**", "*")]
+    statuses = [
+        pb.LimitStatus(rule_id=rule.id, name="default", identifier_type="user", limit=5, window_seconds=60)
+        for rule in rules
+    ]  # fmt: skip
+    node.answer = pb.RateLimitResponse(
+        rule_id=rules[0].id, limit_name="default", limit=5, window_seconds=60, limits=statuses
+    )
+    out = ask("check", "user", "alice", "/a").out
+    assert f"  rule         ** user, default: 5 per 1 min ({rules[0].id})\n" in out
+    assert "  others       * user, default: 5 per 1 min, denies, 0 left\n" in out
+
+
 def test_explanation_without_a_rule_lists_the_nearest(ask, node):
     answer = pb.RateLimitResponse(allowed=True, reason=pb.NO_RULE)
     near = pb.NearRule(endpoint="/orders", identifier_type="user", why="differs in \x1bcase")

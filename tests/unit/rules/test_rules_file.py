@@ -353,6 +353,7 @@ class TestPlans:
             ("free:", "Free:", "plans: the name 'Free' must be 1 to 32 characters of a-z, 0-9, _ and - (line 8)"),
             ("limit: 10000", "limit: 0", "plans[pro][1].limit: the limit must be positive (line 10)"),
             ("limit: 10000, ", "", "plans[pro][1].limit: is missing (line 10)"),
+            ("    limit: 10\n", "", "limit: is missing: identities without a plan need it (line 2)"),
         ],
     )  # fmt: skip
     def test_errors_are_reported_by_place(self, old, new, problem):

@@ -86,7 +86,11 @@ def test_all_violations_are_reported_in_the_contracts_order():
         ("limit", True, "the limit must be a whole number"),
         ("window_seconds", 0, "the window must be positive"),
         ("window_seconds", 2**31, "the window must be at most 2147483647"),
-        ("window_seconds", "60", "the window must be a whole number"),
+        (
+            "window_seconds",
+            "60",
+            "the window must be a whole number of seconds, or a duration such as 30s, 1m, 12h or 1d",
+        ),
         ("endpoint", "", "the endpoint must not be empty; * is the global rule"),
         ("endpoint", "/" + "x" * 255, "the endpoint must be at most 255 characters"),
         ("endpoint", "/a\nb", "the endpoint must not contain control characters"),

@@ -417,7 +417,9 @@ async def check_database(settings: Settings) -> list[Finding]:
     if undeclared := named.difference(settings.known_types):
         kinds = ", ".join(sorted(undeclared))
         what = f"rules for {kinds} have no effect: no request can name an identifier type that is not declared"
-        remedy = f"add {kinds} to IDENTIFIER_TYPES, or delete the rules"
+        remedy = (
+            f"add {kinds} to IDENTIFIER_TYPES of serve and of this command, or delete the rules"
+        )
         found.append(warning(DATABASE_AREA, what, remedy))
     return found
 

@@ -261,6 +261,8 @@ def _next_best(rule: Rule, without: Rule | None, book: RuleBook) -> str:
     for other in others:
         if other.enabled and (without is None or other.id != without.id):
             return f"the rule of {other.endpoint} ({summary(other)})"
+    if rule.endpoint == EVERY_ENDPOINT:
+        return "no rule over all endpoints; the rules of single endpoints and of * hold in any case"
     return "no rule, so they are all allowed"
 
 

@@ -30,7 +30,7 @@ _STRIPPED: Final = ("limit", "window_seconds", "name", "burst", "time_zone", "an
 
 _WHOLE: Final = re.compile(r"[+-]?[0-9]{1,20}")
 _IN_LIST: Final = re.compile(r"limits\[([0-9]+)\]\.")
-_OF_PLAN: Final = re.compile(r"plans\[([^\]]*)\]")
+_OF_PLAN: Final = re.compile(r"plans\[([^\]]*)\](?:\.limits\[([0-9]+)\])?")
 
 
 class RuleForm(NamedTuple):
@@ -156,8 +156,12 @@ def form_errors(violations: Iterable[FieldViolation]) -> dict[str, str]:
     for path, description in violations:
         field = path.removeprefix("rate_limit.").removeprefix("assignment.")
         field = field.removeprefix("identity.")
+        if field.endswith(".enforcement"):
+            description += f", and before it only {', '.join(_WORDS.values())}"  # noqa: PLW2901
         if of_plan := _OF_PLAN.match(field):
-            errors.setdefault("plans", f"{of_plan[1]}: {description}")
+            name, index = of_plan.groups()
+            line = f", its line {int(index) + 1}" if index else ""
+            errors.setdefault("plans", f"plan {name}{line}: {description}")
             continue
         place = _IN_LIST.match(field)
         if place is None:

@@ -202,7 +202,7 @@ async def test_rules_for_undeclared_types_are_reported(tmp_path):
     _, finding = await check_database(settings)
     assert (finding.level, finding.remedy) == (
         "warning",
-        "add org, tenant to IDENTIFIER_TYPES, or delete the rules",
+        "add org, tenant to IDENTIFIER_TYPES of serve and of this command, or delete the rules",
     )
 
 

@@ -107,6 +107,8 @@ def test_created_or_enabled_rule_takes_over_its_checks():
     assert "Until now: the rule of *" in said(None, carts, BOTH)
     disabled = replace(ORDERS, enabled=False)
     assert "Until now: no rule" in said(disabled, ORDERS, RuleBook.of([disabled], 1))
+    over_all = replace(ORDERS, id="4", endpoint="**")
+    assert "Until now: no rule over all endpoints; the rules of" in said(None, over_all, BOTH)
 
 
 def test_moved_rule_ends_in_one_place_and_begins_in_the_other():
@@ -277,7 +279,11 @@ class TestSeveralLimits:
     @pytest.mark.parametrize(
         ("changed", "field", "text"),
         [
-            ({"period": "day"}, "period", "only a fixed_window has a period"),
+            (
+                {"period": "day"},
+                "period",
+                "only a limit with the algorithm fixed_window has a period",
+            ),
             ({"period": "year"}, "period", "use one of day, week, month"),
             ({"time_zone": "UTC"}, "time_zone", "only a limit with a period"),
             ({"anchor_day": "0"}, "anchor_day", "only the period month"),
@@ -293,13 +299,17 @@ class TestSeveralLimits:
             ),
             ({"period": "day", "time_zone": "Berlin"}, "time_zone", "unknown time zone"),
             ({"period": "day", "window_seconds": "61"}, "window_seconds", "the window of a day"),
-            ({"more": "a 1 day token_bucket"}, "more", "line 1: only a fixed_window has a period"),
+            (
+                {"more": "a 1 day token_bucket"},
+                "more",
+                "line 1: only a limit with the algorithm fixed_window has a period",
+            ),
             ({"more": "a 1 month fixed_window anchor=0"}, "more", "line 1: the anchor day must be"),
             ({"more": "a 1 day fixed_window zone=X"}, "more", "line 1: unknown time zone"),
         ],
     )
     def test_errors_in_a_calendar_are_reported_at_their_fields(self, changed, field, text):
-        algorithm = "token_bucket" if text.startswith("only a fixed") else "fixed_window"
+        algorithm = "token_bucket" if "algorithm" in text else "fixed_window"
         errors = RuleForm.of_rule(ORDERS)._replace(algorithm=algorithm, **changed).errors()
         assert list(errors) == [field]
         assert errors[field].startswith(text)
@@ -371,10 +381,14 @@ class TestPlans:
     @pytest.mark.parametrize(
         ("plans", "text"),
         [
-            ("pro day 1 1", "pro: unsupported algorithm"),
-            ("pro", "pro: the limit must be a whole number"),
-            ("blocked day 1 1 fixed_window", "blocked: blocked is reserved"),
+            ("pro day 1 1", "plan pro, its line 1: unsupported algorithm"),
+            ("pro", "plan pro, its line 1: the limit must be a whole number"),
+            ("blocked day 1 1 fixed_window", "plan blocked: blocked is reserved"),
             ("Pro day 1 1 fixed_window", "the name 'Pro' must be"),
+            (
+                "pro day 1 1 fixed_window timezone=UTC",
+                "plan pro, its line 1: use one of enforce, observe, and before it only burst=, zone=,",
+            ),
         ],
     )
     def test_errors_in_plans_are_reported_at_the_field(self, plans, text):
