@@ -197,6 +197,7 @@ class PartNode(Node):
         ask = waiting.ask
         at_us = ask.at_us if ask is not None and later else None
         waiting.part.refund = refund_of(shared, self.rule, waiting.cost, at_us=at_us, later=later)
+        waiting.part.shared = shared
         waiting.charge = ask or waiting.charge
 
     def _answer(self, waiting, allowed, *, alone=False, unchecked=False) -> None:
@@ -214,13 +215,15 @@ class PartNode(Node):
             self._note_denial(waiting)
         waiting.joint.decided()
 
-    def give_back(self, key: bytes, refund: Refund, charge: Ask | StoreCheck) -> bool:
-        """Give a charge back with the next batch, if the bucket is still known."""
+    def give_back(self, waiting: PartWaiting, refund: Refund, charge: Ask | StoreCheck) -> bool:
+        """Give a charge back with the next batch, unless the breaker is open."""
+        key = waiting.key
         view = self.views.get(key) or self.pending.get(key)
-        if view is None and key in self.packed:
-            view = self._known(key)
-        if view is None:
+        if view is None and self.is_cut_off and key not in self.packed:
             return False
+        if view is None and (view := self._known(key)) is None:  # evicted since it was charged
+            view = self.make_view(self.rule, waiting.part.shared)
+            self._use(key, view)
         view.give_back(refund)
         self.world.given_back.append(charge)
         self.dirty[key] = view
@@ -359,7 +362,7 @@ class Machine:
         refund, charge = waiting.part.refund, waiting.charge
         if refund is None or charge is None:
             return False
-        return waiting.node.give_back(waiting.key, refund, charge)
+        return waiting.node.give_back(waiting, refund, charge)
 
     def crash(self) -> None:
         """Lose all checks in flight; their charges remain."""

@@ -61,8 +61,8 @@ class SpendsWhatIsReserved(Machine):
 class RefundsTwice(PartNode):
     """Sends a refund again in the next batch, as if it had no number."""
 
-    def give_back(self, key, refund, charge):
-        is_sent = super().give_back(key, refund, charge)
+    def give_back(self, waiting, refund, charge):
+        is_sent, key = super().give_back(waiting, refund, charge), waiting.key
         view = self.views.get(key) or self.pending.get(key)
         if is_sent and view is not None:
             view.give_back(refund)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -302,13 +301,17 @@ class SharedBuckets:
         check.bucket.tag.drop_if_settled(check.bucket)
 
     def give_back(self, check: PartCheck, refund: Refund) -> bool:
-        """Queue a refund for the next batch; returns false if the bucket cannot be used, or too many refunds wait."""
-        bucket = None
-        with suppress(BreakerOpenError):
-            bucket = self._cache.get(check.key) or self._known(check.key, check.rule)
-        if bucket is None:
-            self._missed.pop(check.key, None)
+        """Queue a refund for the next batch; returns false while the breaker is open, or if too many refunds wait."""
+        key, rule = check.key, check.rule
+        try:
+            bucket = self._cache.get(key) or self._known(key, rule)
+        except BreakerOpenError:
             return False
+        if bucket is None:  # evicted since it was charged
+            name = self._missed.pop(key)
+            bucket = self._in_use(
+                Bucket(key, name, self._tags[name[0]], rule, check.part.shared), key
+            )
         if not bucket.view.give_back(refund):
             return False
         bucket.tag.touch(bucket)

@@ -439,6 +439,27 @@ async def test_a_bucket_evicted_without_a_charge_is_dropped():
     assert scene.tags[ord("a")].buckets == {}
 
 
+async def test_a_charge_of_a_bucket_evicted_since_is_refunded():
+    scene = Scene(max_entries=2)
+    scene.store.spend(b"t", TENANT, 100, scene.clock.now_us())
+    scene.store.mode = "held"
+    answer = scene.wait_all(cost=3)
+    scene.run()
+    user, tenant = scene.store.held
+    user.answer()
+    scene.run()
+    assert scene.spent() == [3, 100]
+    scene.cache._max_entries = 0
+    scene.cache.step(scene.clock.monotonic_us())
+    assert len(scene.cache) == 0
+    scene.store.mode = "up"
+    tenant.answer()
+    scene.run(30 * MS)
+    assert verdicts(answer.result()) == [(True, 100), (False, 0)]
+    assert (scene.buckets.given_back_total, scene.buckets.kept_total) == (3, 0)
+    assert scene.spent() == [0, 100]
+
+
 async def test_a_check_whose_caller_left_charges_all_buckets_or_none(scene):
     answer = scene.wait_all(cost=3)
     answer.cancel()
