@@ -160,6 +160,15 @@ class TestAnswers:
             limit - 1, limit, limit,
         )  # fmt: skip
 
+    @pytest.mark.parametrize("left", [1, 127, 128, 2**14 - 1, 2**14, 2**28 - 1, 2**28, 2**31 - 3])
+    def test_remaining_tokens_of_several_limits_are_encoded(self, left):
+        hour = Limit(limit=left + 2, window_seconds=3_600, algorithm=ORDERS.algorithm, name="hour")
+        bench = Bench(replace(ORDERS, limit=left + 2, more=(hour,)))
+        bench.answers(check())  # caches the reset times
+        [answer] = bench.answers(check())
+        assert answer.remaining_tokens == left
+        assert [one.remaining_tokens for one in answer.limits] == [left, left]
+
     def test_zeros_are_not_encoded(self, bench):
         bench.clock.step(-NOW_S * 1_000_000)
         bench.put(replace(ORDERS, algorithm=Algorithm.SLIDING_WINDOW))
