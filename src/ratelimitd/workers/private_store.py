@@ -51,9 +51,6 @@ buckets. Callers can fill it, so it must be bounded."""
 
 PASSWORD_BYTES: Final = 32
 
-START_S: Final = 30.0
-"""Longest silence of a starting store. While it loads its file, it answers LOADING."""
-
 PREDECESSOR_S: Final = 5.0
 """Longest wait for the store of a killed parent to end."""
 
@@ -241,15 +238,9 @@ class StoreProcess(ChildProcess):
 
     async def ready(self) -> None:
         """Wait until it has loaded its file and answers."""
-        time_s = asyncio.get_running_loop().time
-        received_s = time_s()
-        while (answer := await self._store.answer(READINESS_TIMEOUT_S)) != _READY:
+        while await self._store.answer(READINESS_TIMEOUT_S) != _READY:
             if self._reading.done():
                 raise StartupError(self.reason)
-            if answer:
-                received_s = time_s()
-            elif time_s() - received_s > START_S:
-                self.kill()
             await asyncio.sleep(LOOK_S)
 
     async def readiness(self) -> Readiness | None:

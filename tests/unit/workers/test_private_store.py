@@ -17,7 +17,8 @@ from ratelimitd.errors import StartupError
 from ratelimitd.settings.table import Settings
 from ratelimitd.settings.urls import Login, Server, parse_redis_url
 from ratelimitd.web.parts import Readiness
-from ratelimitd.workers import private_store
+from ratelimitd.workers import pool, private_store
+from ratelimitd.workers.pool import Respawner
 from ratelimitd.workers.private_store import RIGHTS, PrivateStore, valkey_server
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -204,13 +205,13 @@ def script(tmp_path, text):
 
 
 async def test_a_store_that_never_answers_is_killed(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(private_store, "START_S", 0.0)
+    monkeypatch.setattr(pool, "LOOK_S", 0.0)
     hanging = script(tmp_path, "import time\nwhile True: time.sleep(60)\n")
-    process = await dataclasses.replace(store, program=hanging).start(lambda _report: None)
-    with pytest.raises(StartupError, match="ended by signal 9"):
-        await process.ready()
+    respawner = Respawner("store", dataclasses.replace(store, program=hanging).start)
+    process = await respawner.start()
     assert await process.readiness() is None
-    await process.ended()
+    assert await process.ended() == -signal.SIGKILL
+    assert await respawner.stop() == ""
 
 
 async def test_files_whose_content_makes_it_abort_are_set_aside(store, tmp_path):
