@@ -200,7 +200,7 @@ class BucketTable:
                 spent, latest_us = value >> SPENT_SHIFT, value & LATEST_MASK
                 wanted = remaining = 0
                 if decide is token_bucket.decide:
-                    # Inlined for a check that leaves a token: takes half the time.
+                    # decide, inlined for a check that leaves a token: takes half the time.
                     token, capacity = limit.window_us, limit.capacity_units
                     if spent > capacity:  # noqa: PLR1730 - as there; equivalent: >= assigns the value it has
                         spent = capacity

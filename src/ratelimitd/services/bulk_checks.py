@@ -104,8 +104,8 @@ _STATUS_PLAN: Final = b"\x62"
 
 _Known: TypeAlias = tuple[Check, "Scope | _ByPlan", int, bool, bytes, bytes, "Sequence[_Parts]"]
 """Cached data of an ending: (check with any identifier, scope, cost, whether identifiers are addresses, end of the
-answer after the reason, the same with the reason of an allowed check, parts of the answer if the scope has several
-limits). If the identifier may have a plan, the plan selects the scope, and the parts are ``_OF_PLAN``.
+answer after the reason, the same with the reason of an allowed check, parts of the answer by the limits of
+``scope.several``). If the identifier may have a plan, the plan selects the scope, and the parts are ``_OF_PLAN``.
 
 A bare tuple for the same reason as :data:`ratelimitd.model.Outcome`. ``None`` is cached for endings without a rule,
 which the general path answers.
@@ -478,8 +478,7 @@ def _longest(parts: _Parts) -> int:
 def _start(allowed: bool, remaining: int) -> bytes:  # noqa: FBT001 -- as it stands in an outcome
     if not remaining:
         return _ALLOWED if allowed else b""
-    left = KEPT[remaining] if remaining < KEPT_NUMBERS else varint(remaining)
-    return _ALLOWED_AND_REMAINING + left if allowed else _REMAINING + left
+    return (_ALLOWED_AND_REMAINING if allowed else _REMAINING) + varint(remaining)
 
 
 def _end(retry_after: int, reason: Reason) -> bytes:

@@ -54,6 +54,7 @@ KEPT_BITS: Final = 14
 KEPT_NUMBERS: Final = 1 << KEPT_BITS
 LOW_BITS: Final = KEPT_NUMBERS - 1
 TWICE_KEPT: Final = KEPT_NUMBERS << KEPT_BITS
+"""Smaller numbers are encoded by two look-ups: of the low bits in ``CONTINUED``, of the others in ``KEPT``."""
 
 
 def varint(number: int) -> bytes:
