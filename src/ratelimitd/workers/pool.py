@@ -11,7 +11,7 @@ from typing import Final
 
 from ratelimitd.errors import StartupError
 from ratelimitd.observe.metrics import STARTED_AT_S, Point, resident_bytes
-from ratelimitd.retry import Background, Backoff
+from ratelimitd.retry import Background, Backoff, cancel_all
 from ratelimitd.web.parts import Points, Readiness
 from ratelimitd.workers.child import ChildProcess
 from ratelimitd.workers.metrics import ANSWERING, RESTARTS, CounterTotals, forget_unused, merged
@@ -55,12 +55,13 @@ class Respawner:
         self.name = name
         self.totals = CounterTotals()
         self.restarts_total = 0
+        self.up = asyncio.Event()
+        """Its process answers calls."""
         self._start = start
         self._sleep = sleep
         self._time_s = time_s or asyncio.get_running_loop().time
         self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, random)
         self._process: ChildProcess | None = None
-        self._is_up = False
         self._is_ending = False
         """Its process was told to end HTTP, alone."""
 
@@ -83,7 +84,7 @@ class Respawner:
         with self._watched(process) as watching:
             try:
                 await process.ready()
-                self._is_up = True
+                self.up.set()
             except StartupError:
                 if not watching.done():
                     raise
@@ -103,20 +104,22 @@ class Respawner:
 
     async def readiness(self) -> Readiness:
         """Return whether this worker should receive checks."""
-        if self._process is None or not self._is_up:
+        if self._process is None or not self.up.is_set():
             return Readiness(ready=False, reason="starting")
         return await self._process.readiness() or Readiness(ready=False, reason="no answer")
 
     async def answers(self) -> bool:
         """Return whether its process responds in time, and takes requests."""
-        if self._process is None or not self._is_up:
+        if self._process is None or not self.up.is_set():
             return False
         readiness = await self._process.readiness()
         return readiness is not None and not self._is_ending  # it may have begun meanwhile
 
     async def report(self) -> Report | None:
         """Return the current metrics of its process; ``None`` if there is no answer in time."""
-        return await self._process.report() if self._process is not None and self._is_up else None
+        if self._process is None or not self.up.is_set():
+            return None
+        return await self._process.report()
 
     async def calls_ended(self) -> None:
         """Wait until the draining process waits for :meth:`close`, or has ended."""
@@ -135,7 +138,7 @@ class Respawner:
         self._process.terminate()
         status = await self._process.ended()
         # Before it is up, a signal may end it without a drain.
-        return self._process.reason if status and self._is_up else ""
+        return self._process.reason if status and self.up.is_set() else ""
 
     def kill(self) -> None:
         """End the process at once."""
@@ -155,7 +158,8 @@ class Respawner:
         except StartupError as error:
             reason = str(error)
         self._process = None
-        self._is_up = self._is_ending = False
+        self.up.clear()
+        self._is_ending = False
         self.totals.process_ended()
         return reason
 
@@ -201,7 +205,7 @@ class WorkerPool:
         self._reading: asyncio.Task[Points] | None = None
 
     async def start(self) -> None:
-        """Start the store, then all workers at once; each is restarted whenever it ends.
+        """Start the store, then all workers at once, until one answers calls; each is restarted whenever it ends.
 
         No worker listens until all can, or ``TOGETHER_S`` have passed: otherwise waiting callers would all connect to
         the first one.
@@ -217,6 +221,12 @@ class WorkerPool:
             async with asyncio.timeout(TOGETHER_S):
                 await asyncio.gather(*(respawner.prepare() for respawner in self._respawners))
         await asyncio.gather(*map(self._start, self._respawners))
+        # Those that hung are started again meanwhile.
+        waiting = [asyncio.create_task(respawner.up.wait()) for respawner in self._respawners]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel_all(*waiting)
 
     async def _start_store(self, store: Respawner) -> None:
         try:

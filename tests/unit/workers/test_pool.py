@@ -202,6 +202,8 @@ class Step:
         self.name = name
         self.steps = steps
         self.may_go_on = asyncio.Event()
+        self.up = asyncio.Event()
+        self.up.set()
 
     async def prepare(self):
         self.steps.append(f"prepare {self.name}")
@@ -345,6 +347,23 @@ async def test_started_workers_are_kept_while_another_hangs_at_its_start(pool, m
     while len(both.processes[1]) < 2:  # noqa: ASYNC110 - likewise
         await asyncio.sleep(0.001)
     starting.cancel()
+
+
+async def test_a_pool_whose_workers_all_hung_has_started_when_one_answers():
+    workers = [Step(name, []) for name in ("first", "second")]
+    for worker in workers:
+        worker.may_go_on.set()
+        worker.up.clear()
+    pool = WorkerPool(workers)
+    before = asyncio.all_tasks()
+    starting = asyncio.create_task(pool.start())
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert not starting.done()
+    workers[1].up.set()
+    await starting
+    await pool.stop(0, http_off, calls_s=60)
+    assert asyncio.all_tasks() == before
 
 
 async def test_all_workers_drain_at_once_and_the_pool_is_not_ready_meanwhile(pool):

@@ -333,8 +333,9 @@ async def test_a_process_that_hangs_at_its_first_start_is_killed_and_replaced(ca
         await starting
         assert kept.processes[0].recorded == ["kill"]
         assert await kept.respawner.readiness() == Readiness(ready=False, reason="starting")
+        assert not kept.respawner.up.is_set()
         keeping = asyncio.create_task(kept.respawner.keep())
-        await kept.next_process()
+        await kept.respawner.up.wait()
     keeping.cancel()
     assert kept.respawner.restarts_total == 1
     assert caplog.messages == [
