@@ -311,17 +311,23 @@ def others(
 ) -> list[tuple[str, str]]:
     """Return the limits that applied besides the deciding one."""
     would = peek and answer.allowed
+    found = limits_said(answer.limits[1:], windows, places, would=would)
+    return [("" if number else "others", text) for number, text in enumerate(found)]
+
+
+def limits_said(
+    limits: Iterable[pb.LimitStatus], windows: Windows, places: Places, *, would: bool = False
+) -> list[str]:
+    """Return each limit and its result, with the place of its rule, if known."""
     return [
-        (
-            "" if number else "others",
-            ", ".join([_place(one, places), *said(one, windows, would=would)]),
+        ", ".join(
+            [
+                printable(places.get(one.rule_id, one.identifier_type)),
+                *said(one, windows, would=would),
+            ]
         )
-        for number, one in enumerate(answer.limits[1:])
+        for one in limits
     ]
-
-
-def _place(limit: pb.LimitStatus, places: Places) -> str:
-    return printable(places.get(limit.rule_id, limit.identifier_type))
 
 
 def _retry(answer: pb.RateLimitResponse) -> Iterator[tuple[str, str]]:

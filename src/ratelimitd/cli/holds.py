@@ -15,10 +15,10 @@ from ratelimitd.cli.check import (
     describe,
     expiry,
     int32,
+    limits_said,
     others,
     request_of,
     rules_of,
-    said,
     verdict,
 )
 from ratelimitd.cli.client_options import EXIT_NO, Target, asks_node
@@ -101,8 +101,8 @@ def settle(
     """
     with target.client() as client:
         settled = client.settle(hold, actual)
-        windows, _ = rules_of(client, settled.limits, target)
-    limits = [f"  {one.identifier_type}, {', '.join(said(one, windows))}" for one in settled.limits]
+        known = rules_of(client, settled.limits, target)
+    limits = [f"  {text}" for text in limits_said(settled.limits, *known)]
     charged = f"charged {settled.charged}" if settled.known else _NOT_THERE
     target.output.answer(settled, "\n".join([charged, *limits]))
     if not settled.known:
