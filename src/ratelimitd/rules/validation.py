@@ -467,7 +467,7 @@ def choice_of(types: Iterable[str], more: str = "") -> str:
 
     The types come first: a status has room for 120 characters.
     """
-    return f"{', '.join(types)}{more} (the setting IDENTIFIER_TYPES declares others)"
+    return f"{', '.join(types)}{more} (the node's setting IDENTIFIER_TYPES declares others)"
 
 
 @lru_cache(REMEMBERED_TYPES)

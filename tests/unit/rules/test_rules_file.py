@@ -96,7 +96,7 @@ rules:
             "rules[1].identifier_type",
             (
                 "must be one of user, ip, api_key, several joined by +, or all"
-                " (the setting IDENTIFIER_TYPES declares others) (line 8)"
+                " (the node's setting IDENTIFIER_TYPES declares others) (line 8)"
             ),
         ),
         ("rules[1].limit", "the limit must be positive (line 9)"),

@@ -20,7 +20,7 @@ ID = "0b1f2c3d-0000-4000-8000-00000000000a"
 DRAFT = RuleDraft("/orders", "user", 10, 60, "token_bucket")
 MUST_BE_TYPE = (
     "must be one of user, ip, api_key, several joined by +, or all"
-    " (the setting IDENTIFIER_TYPES declares others)"
+    " (the node's setting IDENTIFIER_TYPES declares others)"
 )
 ROW = RuleRow(ID, "/orders", "user", 10, 60, "token_bucket", True, 3)
 

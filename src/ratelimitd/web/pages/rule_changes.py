@@ -252,7 +252,8 @@ def _whose(rule: Rule) -> str:
         )
     if rule.endpoint == EVERY_ENDPOINT:
         return f"Checks of {rule.identifier_type} on all endpoints together"
-    return f"Checks of {rule.identifier_type} on {rule.endpoint}"
+    no_pattern = ", the name of one endpoint and no pattern," if "*" in rule.endpoint else ""
+    return f"Checks of {rule.identifier_type} on {rule.endpoint}{no_pattern}"
 
 
 def _next_best(rule: Rule, without: Rule | None, book: RuleBook) -> str:

@@ -107,6 +107,8 @@ def test_created_or_enabled_rule_takes_over_its_checks():
     assert "Until now: the rule of *" in said(None, carts, BOTH)
     disabled = replace(ORDERS, enabled=False)
     assert "Until now: no rule" in said(disabled, ORDERS, RuleBook.of([disabled], 1))
+    pattern = replace(ORDERS, id="4", endpoint="/carts/*")
+    assert "on /carts/*, the name of one endpoint and no pattern, are" in said(None, pattern)
     over_all = replace(ORDERS, id="4", endpoint="**")
     assert "Until now: no rule over all endpoints; the rules of" in said(None, over_all, BOTH)
 
