@@ -169,11 +169,11 @@ def explain(
     with target.client() as client:
         found = client.explain(request)
         judged = (limit for rule in found.rules for limit in rule.limits)
-        windows, _ = rules_of(client, judged, target)
+        places = {one.rule_id: f"{one.endpoint} {one.identifier_type}" for one in found.rules}
+        windows, _ = rules_of(client, judged, target, places)
     if target.output.as_json:
         target.output.message(found)
     else:
-        places = {one.rule_id: f"{one.endpoint} {one.identifier_type}" for one in found.rules}
         target.output.line(verdict(found.answer, target.output))
         target.output.pairs(describe(found.answer, windows, places))
         if endpoint == UNMATCHED:
@@ -198,20 +198,24 @@ def _remedies(head: Sequence[str], rows: Sequence[Sequence[str]], output: Output
 
 
 def rules_of(
-    client: NodeClient, judged: Iterable[pb.LimitStatus | pb.RateLimitResponse], target: Target
+    client: NodeClient,
+    judged: Iterable[pb.LimitStatus | pb.RateLimitResponse],
+    target: Target,
+    known: Places = _NONE,
 ) -> tuple[Windows, Places]:
     """Return what an answer lacks: calendar windows, of which it has the nominal length, and the places of rules.
 
-    Rules are read if a window may be a calendar's, or to tell several rules apart. Both are empty if the caller may not
-    read the rules, or the output is JSON.
+    Rules are read if a window may be a calendar's, or to tell several rules apart whose places are not ``known``. If
+    the caller may not read the rules, or the output is JSON, there are no windows, and only the known places.
     """
     windows: dict[tuple[str, str, str], str] = {}
-    places: dict[str, str] = {}
+    places = dict(known)
     judged = [] if target.output.as_json else [one for one in judged if one.rule_id]
     calendars = {one.rule_id for one in judged if one.window_seconds in NOMINAL_SECONDS.values()}
     rule_ids = {one.rule_id for one in judged}
+    unplaced = rule_ids - known.keys() if len(rule_ids) > 1 else set()
     with suppress(CliError), target.explained():
-        for rule_id in rule_ids if len(rule_ids) > 1 else calendars:
+        for rule_id in calendars | unplaced:
             rule = draft_of(client.rule(rule_id))
             places[rule.id] = f"{rule.endpoint} {rule.identifier_type}"
             for plan, limits in (("", rule.limits), *rule.plans):

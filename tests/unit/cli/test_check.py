@@ -405,6 +405,19 @@ def test_rules_of_an_answer_are_told_apart_by_their_endpoints(ask, node):
     out = ask("check", "user", "alice", "/a").out
     assert f"  rule         ** user, default: 5 per 1 min ({rules[0].id})\n" in out
     assert "  others       * user, default: 5 per 1 min, denies, 0 left\n" in out
+    explained = [
+        pb.RuleExplanation(
+            rule_id=rule.id, endpoint=rule.endpoint, identifier_type="user", match=pb.JUDGES, limits=[one]
+        )
+        for rule, one in zip(rules, statuses, strict=True)
+    ]  # fmt: skip
+    node.explanation = pb.Explanation(answer=node.answer, rules=explained)
+    assert (
+        f"** user, default: 5 per 1 min ({rules[0].id})"
+        in ask("explain", "user", "alice", "/a").out
+    )
+    reads = node.methods().count("GetRateLimit")
+    assert reads == len(rules)  # of the check: an explanation has the places
 
 
 def test_explanation_without_a_rule_lists_the_nearest(ask, node):
